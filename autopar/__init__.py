@@ -1,0 +1,1 @@
+"""autopar: trains the same PyTorch model, with the same numbers, spread over a cluster."""

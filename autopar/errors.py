@@ -1,0 +1,65 @@
+"""What autopar raises.
+
+`UserError` and its children are the user's to mend: a shell command prints their message as one line and exits 2
+(3 for `InfeasibleError`, 4 for `RankError`). `CompilerError` is ours: a promise between two rooms was broken.
+"""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Root of every exception that autopar raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(AutoparError, ValueError):
+    """Bad input: the message says what was found, what was wanted and what to do."""
+
+    exit_code = 2
+
+
+class CaptureError(UserError):
+    """The model does something that cannot be captured; names the user's file, line and expression."""
+
+
+class ClusterError(UserError):
+    """A cluster description that is unknown, malformed or impossible."""
+
+
+class PlanError(UserError):
+    """A plan file that is truncated, of another version, for another model, or for other ranks."""
+
+
+class InputError(UserError):
+    """Call arguments that do not fit the captured model (missing, of another shape, a changed flag)."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan fits the memory limit. Carries what would.
+
+    Attributes:
+        needed_bytes: smallest memory per device for which this search finds a plan.
+        budget_bytes: the limit that was given.
+        largest_terms: (what, bytes) pairs, largest first.
+    """
+
+    exit_code = 3
+
+    def __init__(
+        self, message: str, *, needed_bytes: int, budget_bytes: int, largest_terms: tuple[tuple[str, int], ...]
+    ) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes
+        self.largest_terms = largest_terms
+
+
+class RankError(AutoparError):
+    """A rank failed; names the rank and carries its message."""
+
+    exit_code = 4
+
+
+class CompilerError(AutoparError):
+    """A broken promise between rooms: a bug in autopar, with the value that broke it."""

@@ -1,0 +1,54 @@
+"""What a user may ask of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+AXES = ("dp", "cp", "tp")
+"""Mesh axes that this version searches, slowest first. `free` may be pinned too: an axis with no role."""
+
+DEGREE_NAMES = {"data": "dp", "context": "cp", "tensor": "tp", "pipeline": "pp"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Constraints and wishes.
+
+    Attributes:
+        objective: "time", or "memory" (least bytes per device, then time).
+        memory_limit: bytes per device; None takes the cluster's.
+        pins: axis sizes ({"tp": 2}), `"zero": 0|3` (0: stored whole on dp, 3: stored cut on dp), and layouts by module or
+            parameter pattern ({"model.layers.*.mlp.up_proj": "tp:S(0)"}).
+        search_space: allowed degrees by name ("data", "tensor", "context").
+        precision: "fp32", "bf16" (bf16 compute, fp32 stored parameters, gradients and optimizer state) or "fp64".
+        optimizer_bytes_per_parameter: state that the optimizer keeps (AdamW in fp32: 8).
+        differentiable: "losses" (scalar outputs if there are any, else all) or "all".
+        fold_blocks: capture repeated blocks once.
+        time_limit_s: of the solves together; None: no limit.
+        dump_dir: each stage writes NN_name.txt there.
+    """
+
+    objective: Literal["time", "memory"] = "time"
+    memory_limit: int | None = None
+    pins: Mapping[str, str | int] = field(default_factory=dict)
+    search_space: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    micro_batches: int | None = None
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    optimizer_bytes_per_parameter: int = 8
+    differentiable: Literal["losses", "all"] = "losses"
+    allow: tuple[str, ...] = ()
+    fold_blocks: bool = True
+    time_limit_s: float | None = None
+    seed: int = 0
+    dump_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in ("fp32", "bf16", "fp64"):
+            raise ValueError(f"precision {self.precision!r}: wanted fp32, bf16 or fp64")
+        if self.objective not in ("time", "memory"):
+            raise ValueError(f"objective {self.objective!r}: wanted time or memory")
+        unknown = set(self.search_space) - set(DEGREE_NAMES)
+        if unknown:
+            raise ValueError(f"search_space {sorted(unknown)}: wanted names among {sorted(DEGREE_NAMES)}")

@@ -1,0 +1,180 @@
+"""Everything a rank needs and a person wants to know; JSON on disk, keyed by module path and op, never by index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from autopar.errors import PlanError
+
+FORMAT = "autopar-plan"
+VERSION = 1
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A frozen record that refuses unknown keys."""
+
+
+class PlanModel(Record):
+    name: str
+    parameters: int
+    graph_hash: str
+
+
+class PlanCluster(Record):
+    name: str
+    devices: int
+
+
+class PlanMesh(Record):
+    """`axes` in mesh order, slowest first; `levels` the link level that each crosses."""
+
+    pipeline: int
+    axes: dict[str, int]
+    levels: dict[str, int] = {}
+
+
+class PlanSchedule(Record):
+    name: str = "none"
+    micro_batches: int = 1
+    chunks: int = 1
+
+
+class PlanStage(Record):
+    index: int
+    devices: int
+    blocks: list[tuple[str, int]]
+    peak_memory_bytes: int
+    saved_count: int
+    recomputed_count: int = 0
+    offloaded_count: int = 0
+
+
+class PlanParameter(Record):
+    """`layout` prints as `dp:S(0) tp:R`. `role` says it in words: replicated, column, row, ZeRO-3, ..."""
+
+    stage: int
+    layout: str
+    bytes_per_device: int
+    optimizer_bytes_per_device: int
+    offload: Literal["none", "host", "nvme"] = "none"
+    role: str = ""
+
+
+class PlanStrategy(Record):
+    """Layouts of one op's tensor arguments and outputs, as text; "" for a None output. `us` is its predicted time."""
+
+    inputs: list[str]
+    outputs: list[str]
+    tags: list[str]
+    us: float
+    source: str = ""
+
+
+class PlanReshard(Record):
+    """One priced conversion: `value` in graph `graph` from one layout to another, `count` times a step, `us` each."""
+
+    graph: str
+    value: str
+    before: str
+    after: str
+    steps: list[str]
+    count: int
+    us: float
+
+
+class PlanPrediction(Record):
+    step_time_us: float
+    tokens_per_s: float
+    mfu: float
+    peak_memory_bytes: int
+    breakdown_us: dict[str, float]
+    breakdown_bytes: dict[str, int]
+    cost_source: str
+
+
+class PlanSolver(Record):
+    """`memory_price` is in µs per byte: what one more byte per device would save."""
+
+    status: str
+    objective_us: float
+    bound_us: float
+    gap: float
+    time_s: float
+    memory_price: float
+
+
+class PlanNote(Record):
+    kind: str
+    where: str
+    message: str
+
+
+class Plan(Record):
+    """See the module's docstring.
+
+    `strategies`: graph name -> node key -> strategy. `inputs` and `outputs`: graph name -> input target or output
+    position -> layout. `conversions` are those paid for by the objective.
+    """
+
+    format: str = FORMAT
+    version: int = VERSION
+    model: PlanModel
+    cluster: PlanCluster
+    mesh: PlanMesh
+    schedule: PlanSchedule
+    stages: list[PlanStage]
+    parameters: dict[str, PlanParameter]
+    predicted: PlanPrediction
+    solver: PlanSolver
+    notes: list[PlanNote]
+    strategies: dict[str, dict[str, PlanStrategy]]
+    inputs: dict[str, dict[str, str]]
+    outputs: dict[str, dict[str, str]]
+    conversions: list[PlanReshard]
+    pins: dict[str, str] = {}
+    precision: str = "fp32"
+
+    def to_json(self) -> bytes:
+        """Indented JSON, the same bytes for the same plan."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        target = Path(path)
+        scratch = target.with_name(target.name + ".partial")
+        scratch.write_bytes(self.to_json())
+        scratch.replace(target)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan. Raises PlanError where the file is missing, truncated, of another version or has unknown keys."""
+        try:
+            return decode_plan(Path(path).read_bytes(), str(path))
+        except OSError as error:
+            raise PlanError(f"plan {path}: cannot be read ({error.strerror})") from None
+
+
+class _Head(msgspec.Struct):
+    format: str = ""
+    version: int = -1
+
+
+def decode_plan(data: bytes, name: str) -> Plan:
+    """Plan from JSON bytes; `name` is for messages."""
+    try:
+        head = msgspec.json.decode(data, type=_Head)
+    except msgspec.DecodeError as error:
+        raise PlanError(
+            f"plan {name}: not a whole JSON object ({error}); write it again with autopar search -o"
+        ) from None
+    if head.format != FORMAT:
+        raise PlanError(f"plan {name}: format is {head.format!r}, wanted {FORMAT!r}")
+    if head.version != VERSION:
+        raise PlanError(f"plan {name}: version {head.version}, this autopar reads version {VERSION}; search again")
+    try:
+        return msgspec.json.decode(data, type=Plan)
+    except msgspec.ValidationError as error:
+        raise PlanError(f"plan {name}: {error}") from None
