@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"api", "catalogue", "present", "ir"},
     "__main__": {"cli"},
 }
-"""Room -> rooms that it may import, besides `errors` and itself. `api` and the package's face may import every room but the front."""
+"""Room -> rooms that it may import, besides `errors` and itself. `api` and the package's face: all but the front."""
 
 
 def room_of(path: Path) -> str:
