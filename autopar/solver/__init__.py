@@ -1,0 +1,22 @@
+"""Which choice is best, and how sure are we: `Problem` in, `Solution` out, plain numbers only."""
+
+from __future__ import annotations
+
+from autopar.solver.api import solve
+from autopar.solver.bound import lower_bound_us
+from autopar.solver.memory import LeastMemory, largest_terms, minimise_memory
+from autopar.solver.model import build_model
+from autopar.solver.modelling import write_lp, write_mps
+from autopar.solver.reduce import reduce_problem
+
+__all__ = [
+    "LeastMemory",
+    "build_model",
+    "largest_terms",
+    "lower_bound_us",
+    "minimise_memory",
+    "reduce_problem",
+    "solve",
+    "write_lp",
+    "write_mps",
+]

@@ -1,0 +1,290 @@
+"""`solve`: the best choice for a problem, and how sure it is.
+
+    reduce           exactly: same optimum, fewer strategies                     reduce.py
+    LP relaxation    integral: it is the optimum, with proof, and no MIP starts  model.py, highs.py
+    local search     from the LP's rounding: a choice, and an upper bound        search.py
+    fix              a strategy whose reduced cost exceeds the gap is in no better choice
+    MIP              on what is left
+    referee          the solver's objective must be the referee's                ir/problem.py: evaluate
+    tie-break        every node to its lowest strategy that costs no more        search.py: first_of_equals
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+
+from autopar.errors import CompilerError
+from autopar.ir.problem import Evaluation, Problem, check_problem, evaluate
+from autopar.ir.solution import Solution, Status
+from autopar.solver.backends import Backend, backend_named
+from autopar.solver.bound import lower_bound_us
+from autopar.solver.cuts import without_choice
+from autopar.solver.linear import LinearAnswer, LinearStatus
+from autopar.solver.memory import minimise_memory
+from autopar.solver.model import ProblemModel, build_model, choice_of, point_of
+from autopar.solver.reduce import reduce_problem
+from autopar.solver.reduction import keep_strategies
+from autopar.solver.search import find_choice, first_of_equals
+
+TOLERANCE = 1e-6  # of an objective, relative; the linear solvers' own
+MAX_CUTS = 50
+
+
+@overload
+def solve(problem: Problem, *, time_limit_s: float | None = None, backend: str = "highs") -> Solution: ...
+
+
+@overload
+def solve(
+    problem: Problem, *, time_limit_s: float | None = None, backend: str = "highs", cutoff_us: float | None
+) -> Solution | None: ...
+
+
+def solve(
+    problem: Problem, *, time_limit_s: float | None = None, backend: str = "highs", cutoff_us: float | None = None
+) -> Solution | None:
+    """The cheapest choice that fits every moment.
+
+    Args:
+        time_limit_s: stop after about so long; the best choice found by then comes back with status TIME_LIMIT and a
+            bound (with no choice, and objective inf, if none was found).
+        backend: "highs"; "pulp-cbc" and "pulp-highs" for checking.
+        cutoff_us: return None as soon as a bound proves that no choice costs less than this.
+
+    Returns:
+        A `Solution`. With status INFEASIBLE `needed_bytes` is the smallest limit that would admit a choice
+        (`minimise_memory` says which), or 0 if none would, because some conversion exists in no choice.
+        `memory_price_us_per_byte` sums the LP duals of the moments that share the limit of the dearest one.
+
+    Raises:
+        ValueError: an index or a table of the problem is wrong, or the backend is unknown.
+        CompilerError: the linear solver failed, or its objective is not the referee's.
+    """
+    check_problem(problem)
+    check_numbers(problem)
+    clock = _Clock(time_limit_s)
+    solver = backend_named(backend)
+    if cutoff_us is not None and lower_bound_us(problem, cutoff_us=cutoff_us) >= cutoff_us:
+        return None
+    reduction = reduce_problem(problem)
+    found = _NO_CHOICE if reduction is None else _solve_reduced(reduction.problem, solver, clock, cutoff_us)
+    if cutoff_us is not None and (found.bound_us >= cutoff_us or found.status is Status.INFEASIBLE):
+        return None
+    if found.status is Status.INFEASIBLE:
+        return _infeasible(problem, solver.name, clock)
+    choice = reduction.lift(found.choice) if reduction is not None and found.choice else ()
+    if choice:
+        choice = _checked(problem, found, first_of_equals(problem, choice), choice)
+    objective = evaluate(problem, choice).objective_us if choice else math.inf
+    return Solution(
+        status=found.status, choice=choice, objective_us=objective,
+        bound_us=objective if found.status is Status.OPTIMAL else min(found.bound_us, objective),
+        time_s=clock.elapsed_s(), solver=solver.name, integral_lp=found.integral_lp,
+        memory_price_us_per_byte=found.memory_price,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """The answer on the reduced problem; `objective_us` is the solver's word."""
+
+    status: Status
+    choice: tuple[int, ...] = ()
+    objective_us: float = math.inf
+    bound_us: float = -math.inf
+    integral_lp: bool = False
+    memory_price: float = 0.0
+
+
+_NO_CHOICE = _Found(status=Status.INFEASIBLE, bound_us=math.inf)
+
+
+class _Clock:
+    """Time since the start, and what is left of the limit."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self.began = time.perf_counter()
+        self.limit_s = limit_s
+
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.began
+
+    def left_s(self) -> float | None:
+        return None if self.limit_s is None else max(0.0, self.limit_s - self.elapsed_s())
+
+
+def check_numbers(problem: Problem) -> None:
+    """Raise ValueError for what `check_problem` lets through and no model can hold: negative or NaN prices and sizes."""
+    for value in problem.values:
+        if not all(r >= 0 for row in value.reshard_us for r in row):
+            raise ValueError(f"{value.name}: reshard_us must not be negative or NaN")
+    for node in problem.nodes:
+        if not all(math.isfinite(c) for c in node.cover_us):
+            raise ValueError(f"problem node {node.name}: cover_us must be finite: {node.cover_us}")
+    for moment in problem.moments:
+        sizes = [b for v in moment.versions for b in v.bytes] + [b for h in moment.nodes for b in h.bytes]
+        if any(b < 0 for b in sizes):
+            raise ValueError(f"moment {moment.name}: bytes must not be negative")
+
+
+def _solve_reduced(problem: Problem, solver: Backend, clock: _Clock, cutoff_us: float | None) -> _Found:
+    """LP first, then what it leaves open."""
+    model = build_model(problem)
+    lp = solver.lp(model.linear, clock.left_s())
+    if lp.status is LinearStatus.INFEASIBLE:
+        return _NO_CHOICE
+    if lp.point is None:
+        choice = _fitting(problem, find_choice(problem))
+        return _stopped(problem, choice, lower_bound_us(problem), 0.0)
+    price = _memory_price(problem, model, lp)
+    if cutoff_us is not None and lp.bound >= cutoff_us:
+        return _Found(status=Status.FEASIBLE, bound_us=lp.bound)
+    choice, whole = choice_of(model, lp.point)
+    if not (whole and evaluate(problem, choice).feasible):
+        choice = _fitting(problem, find_choice(problem, start=choice)) or _fitting(problem, find_choice(problem))
+    objective = evaluate(problem, choice).objective_us if choice else math.inf
+    if choice and objective <= lp.bound + TOLERANCE * abs(lp.bound):
+        return _Found(
+            status=Status.OPTIMAL, choice=choice, objective_us=lp.objective, bound_us=lp.bound, integral_lp=True,
+            memory_price=price,
+        )  # fmt: skip
+    return _solve_whole(problem, solver, clock, lp, choice, objective, price)
+
+
+def _solve_whole(
+    problem: Problem, solver: Backend, clock: _Clock, lp: LinearAnswer,
+    choice: tuple[int, ...], objective: float, price: float,
+) -> _Found:  # fmt: skip
+    """The MIP, over the strategies that a choice better than `choice` could take."""
+    kept = _worth_keeping(problem, lp, objective)
+    fixed = keep_strategies(problem, kept)
+    later = reduce_problem(fixed.problem)
+    if later is None:  # can't be with `choice` in it
+        return _NO_CHOICE
+    small = fixed.then(later)
+    start_choice = _lowered(small.pick, small.node, choice) if choice else None
+    model = build_model(small.problem)
+    for _ in range(MAX_CUTS):
+        start = point_of(small.problem, model, start_choice) if start_choice else None
+        mip = solver.mip(model.linear, clock.left_s(), start)
+        bound = max(lp.bound, min(mip.bound, objective))
+        if mip.point is None:
+            if mip.status is LinearStatus.TIME_LIMIT:
+                return _stopped(problem, choice, bound, price)
+            return _NO_CHOICE if not choice else _proved(choice, objective, price)
+        picked = choice_of(model, mip.point)[0]
+        answer = small.lift(picked)
+        priced = evaluate(problem, answer)
+        if priced.feasible:
+            if mip.status is LinearStatus.OPTIMAL:
+                return _proved(answer, mip.objective, price)
+            return _stopped(problem, answer if priced.objective_us < objective else choice, bound, price)
+        model = without_choice(model, _over_limit(small.problem, picked), picked)
+    return _Found(
+        status=Status.FEASIBLE, choice=choice, objective_us=objective, bound_us=lp.bound, memory_price=price
+    ) if choice else _stopped(problem, (), lp.bound, price)  # fmt: skip
+
+
+def _proved(choice: tuple[int, ...], objective: float, price: float) -> _Found:
+    return _Found(
+        status=Status.OPTIMAL, choice=choice, objective_us=objective, bound_us=objective, memory_price=price
+    )  # fmt: skip
+
+
+def _stopped(problem: Problem, choice: tuple[int, ...], bound: float, price: float) -> _Found:
+    objective = evaluate(problem, choice).objective_us if choice else math.inf
+    return _Found(
+        status=Status.TIME_LIMIT, choice=choice, objective_us=objective, bound_us=bound, memory_price=price
+    )  # fmt: skip
+
+
+def _fitting(problem: Problem, choice: tuple[int, ...]) -> tuple[int, ...]:
+    """`choice`, or nothing if the referee refuses it."""
+    return choice if evaluate(problem, choice).feasible else ()
+
+
+def _worth_keeping(problem: Problem, lp: LinearAnswer, objective: float) -> list[list[int]]:
+    """Strategies with LP bound + reduced cost <= the objective in hand: no better choice takes another."""
+    sizes = [len(n.cost_us) for n in problem.nodes]
+    if not len(lp.column_dual) or math.isinf(objective):
+        return [list(range(size)) for size in sizes]
+    room = objective - lp.bound + TOLERANCE * (1.0 + abs(objective))
+    ends = np.cumsum([0, *sizes])
+    return [
+        [s for s in range(size) if lp.column_dual[first + s] <= room]
+        for first, size in zip(ends[:-1], sizes, strict=True)
+    ]
+
+
+def _lowered(
+    picks: tuple[tuple[int, ...], ...], nodes: tuple[int, ...], choice: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The reduced choice whose lift is `choice`, or None if the reduction dropped it for one that is as good."""
+    wanted: dict[int, set[int]] = {}
+    for node, pick, strategy in zip(nodes, picks, choice, strict=True):
+        fits = {s for s, original in enumerate(pick) if original == strategy}
+        wanted[node] = wanted.get(node, fits) & fits
+    if not all(wanted.values()):
+        return None
+    return tuple(min(wanted[node]) for node in sorted(wanted))
+
+
+def _over_limit(problem: Problem, choice: tuple[int, ...]) -> list[int]:
+    """Nodes whose strategies decide the bytes of the moments that `choice` breaks."""
+    used = evaluate(problem, choice).used_bytes
+    nodes: set[int] = set()
+    for moment, bytes_used in zip(problem.moments, used, strict=True):
+        if bytes_used > moment.limit_bytes:
+            nodes.update(held.node for held in moment.nodes)
+            nodes.update(problem.values[v.value].consumers[k].node for v in moment.versions for k in v.consumers)
+    if not nodes:
+        raise CompilerError(f"{problem.name}: the solver's choice has an infinite conversion: {choice}")
+    return sorted(nodes)
+
+
+def _memory_price(problem: Problem, model: ProblemModel, lp: LinearAnswer) -> float:
+    """µs per byte: -dual of the dearest memory row, with those of the moments that have the same limit."""
+    if not len(lp.row_dual):
+        return 0.0
+    prices = [
+        max(0.0, -float(lp.row_dual[row])) / scale if row >= 0 else 0.0
+        for row, scale in zip(model.moment_rows, model.moment_scale, strict=True)
+    ]
+    if not any(prices):
+        return 0.0
+    limit = problem.moments[int(np.argmax(prices))].limit_bytes
+    return float(sum(p for p, m in zip(prices, problem.moments, strict=True) if m.limit_bytes == limit))
+
+
+def _checked(problem: Problem, found: _Found, tidy: tuple[int, ...], choice: tuple[int, ...]) -> tuple[int, ...]:
+    """The referee agrees with the solver, and no single move beats a proven optimum."""
+    priced, moved = evaluate(problem, choice), evaluate(problem, tidy)
+    room = 2 * TOLERANCE * max(1.0, abs(priced.objective_us))
+    if not priced.feasible or abs(priced.objective_us - found.objective_us) > room:
+        raise CompilerError(_disagreement(problem, found.objective_us, priced))
+    if found.status is Status.OPTIMAL and moved.objective_us < found.objective_us - room:
+        raise CompilerError(
+            f"{problem.name}: {found.objective_us} us was proven optimal, but one move gives {moved.objective_us} us"
+        )
+    return tidy
+
+
+def _disagreement(problem: Problem, claimed_us: float, priced: Evaluation) -> str:
+    return (
+        f"{problem.name}: the solver says {claimed_us} us, the referee says {priced.objective_us} us"
+        f" ({'fits' if priced.feasible else 'does not fit'}, bytes {priced.used_bytes})"
+    )
+
+
+def _infeasible(problem: Problem, solver: str, clock: _Clock) -> Solution:
+    """What the limits would have to be."""
+    least = minimise_memory(problem, time_limit_s=clock.left_s()) if problem.moments else None
+    return Solution(
+        status=Status.INFEASIBLE, choice=(), objective_us=math.inf, bound_us=math.inf, time_s=clock.elapsed_s(),
+        solver=solver, needed_bytes=least.needed_bytes if least else 0,
+    )  # fmt: skip

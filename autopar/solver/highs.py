@@ -1,0 +1,103 @@
+"""The HiGHS adapter: arrays in, status first, then the answer.
+
+One thread, a fixed seed, no time-dependent choice inside: the same arrays give the same answer bit for bit (unless a
+time limit stops the search). Any status that is not an answer becomes one CompilerError with status and elapsed time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import highspy
+import numpy as np
+
+from autopar.errors import CompilerError
+from autopar.solver.linear import Floats, LinearAnswer, LinearModel, LinearStatus
+
+SEED = 1
+_STATUS = highspy.HighsModelStatus
+_FINISHED = {
+    _STATUS.kOptimal: LinearStatus.OPTIMAL,
+    _STATUS.kInfeasible: LinearStatus.INFEASIBLE,
+    _STATUS.kUnboundedOrInfeasible: LinearStatus.INFEASIBLE,  # every objective here is bounded below
+    _STATUS.kTimeLimit: LinearStatus.TIME_LIMIT,
+    _STATUS.kModelEmpty: LinearStatus.OPTIMAL,
+}
+
+
+def solve_lp(
+    model: LinearModel, *, time_limit_s: float | None = None, options: dict[str, str | float | int] | None = None
+) -> LinearAnswer:
+    """The LP relaxation of `model`, with duals. `options` are HiGHS options, for measuring."""
+    highs = _loaded(model, whole=False, options={"solver": "simplex", **(options or {})}, time_limit_s=time_limit_s)
+    status = _run(highs, "LP")
+    if status is not LinearStatus.OPTIMAL:
+        return LinearAnswer(status=status, point=None, objective=math.inf, bound=-math.inf)
+    solution = highs.getSolution()
+    objective = highs.getInfo().objective_function_value
+    return LinearAnswer(
+        status=status, point=np.array(solution.col_value), objective=objective, bound=objective,
+        column_dual=np.array(solution.col_dual), row_dual=np.array(solution.row_dual),
+    )  # fmt: skip
+
+
+def solve_mip(model: LinearModel, *, time_limit_s: float | None = None, start: Floats | None = None) -> LinearAnswer:
+    """The best whole point of `model`; `start` is a point known to be feasible."""
+    options: dict[str, str | float | int] = {"mip_rel_gap": 0.0, "mip_abs_gap": 1e-6}
+    highs = _loaded(model, whole=True, options=options, time_limit_s=time_limit_s)
+    if start is not None:
+        index = np.flatnonzero(model.integer).astype(np.int32)
+        highs.setSolution(len(index), index, start[index])
+    status = _run(highs, "MIP")
+    info = highs.getInfo()
+    if status is LinearStatus.INFEASIBLE:
+        return LinearAnswer(status=status, point=None, objective=math.inf, bound=math.inf)
+    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    return LinearAnswer(
+        status=status,
+        point=np.array(highs.getSolution().col_value) if found else None,
+        objective=info.objective_function_value if found else math.inf,
+        bound=info.mip_dual_bound if model.integer.any() else info.objective_function_value,
+    )
+
+
+def version() -> str:
+    """Name and version, for `Solution.solver`."""
+    return f"HiGHS {highspy.Highs().version()}"
+
+
+def _loaded(
+    model: LinearModel, *, whole: bool, options: dict[str, str | float | int], time_limit_s: float | None
+) -> highspy.Highs:
+    """A HiGHS object that holds `model`."""
+    highspy.Highs.resetGlobalScheduler(True)  # another user of this process may have started it with more threads
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    fixed: dict[str, str | float | int] = {"threads": 1, "random_seed": SEED, **options}
+    if time_limit_s is not None:
+        fixed["time_limit"] = max(0.0, time_limit_s)
+    for name, setting in fixed.items():
+        if highs.setOptionValue(name, setting) != highspy.HighsStatus.kOk:
+            raise CompilerError(f"HiGHS {highs.version()} refused option {name}={setting!r}")
+    integrality = (model.integer if whole else np.zeros(model.columns)).astype(np.int32)
+    status = highs.passModel(
+        model.columns, model.rows, len(model.value), int(highspy.MatrixFormat.kColwise), int(highspy.ObjSense.kMinimize),
+        model.offset, model.cost, model.lower, model.upper, model.row_lower, model.row_upper,
+        model.start.astype(np.int32), model.index.astype(np.int32), model.value, integrality,
+    )  # fmt: skip
+    if status == highspy.HighsStatus.kError:
+        raise CompilerError(f"HiGHS {highs.version()} refused the {model}")
+    return highs
+
+
+def _run(highs: highspy.Highs, what: str) -> LinearStatus:
+    """Run, and read the status before anything else."""
+    began = time.perf_counter()
+    result = highs.run()
+    status = highs.getModelStatus()
+    if result == highspy.HighsStatus.kError or status not in _FINISHED:
+        elapsed = time.perf_counter() - began
+        name = highs.modelStatusToString(status)
+        raise CompilerError(f"HiGHS {highs.version()} ended the {what} with '{name}' ({result}) after {elapsed:.1f} s")
+    return _FINISHED[status]
