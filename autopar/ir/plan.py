@@ -13,22 +13,18 @@ FORMAT = "autopar-plan"
 VERSION = 1
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A frozen record that refuses unknown keys."""
-
-
-class PlanModel(Record):
+class PlanModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     parameters: int
     graph_hash: str
 
 
-class PlanCluster(Record):
+class PlanCluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     devices: int
 
 
-class PlanMesh(Record):
+class PlanMesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`axes` in mesh order, slowest first; `levels` the link level that each crosses."""
 
     pipeline: int
@@ -36,13 +32,13 @@ class PlanMesh(Record):
     levels: dict[str, int] = {}
 
 
-class PlanSchedule(Record):
+class PlanSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "none"
     micro_batches: int = 1
     chunks: int = 1
 
 
-class PlanStage(Record):
+class PlanStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     index: int
     devices: int
     blocks: list[tuple[str, int]]
@@ -52,7 +48,7 @@ class PlanStage(Record):
     offloaded_count: int = 0
 
 
-class PlanParameter(Record):
+class PlanParameter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`layout` prints as `dp:S(0) tp:R`. `role` says it in words: replicated, column, row, ZeRO-3, ..."""
 
     stage: int
@@ -63,7 +59,7 @@ class PlanParameter(Record):
     role: str = ""
 
 
-class PlanStrategy(Record):
+class PlanStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Layouts of one op's tensor arguments and outputs, as text; "" for a None output. `us` is its predicted time."""
 
     inputs: list[str]
@@ -73,7 +69,7 @@ class PlanStrategy(Record):
     source: str = ""
 
 
-class PlanReshard(Record):
+class PlanReshard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One priced conversion: `value` in graph `graph` from one layout to another, `count` times a step, `us` each."""
 
     graph: str
@@ -85,7 +81,7 @@ class PlanReshard(Record):
     us: float
 
 
-class PlanPrediction(Record):
+class PlanPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step_time_us: float
     tokens_per_s: float
     mfu: float
@@ -95,7 +91,7 @@ class PlanPrediction(Record):
     cost_source: str
 
 
-class PlanSolver(Record):
+class PlanSolver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`memory_price` is in µs per byte: what one more byte per device would save."""
 
     status: str
@@ -106,13 +102,13 @@ class PlanSolver(Record):
     memory_price: float
 
 
-class PlanNote(Record):
+class PlanNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kind: str
     where: str
     message: str
 
 
-class Plan(Record):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """See the module's docstring.
 
     `strategies`: graph name -> node key -> strategy. `inputs` and `outputs`: graph name -> input target or output

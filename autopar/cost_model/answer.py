@@ -1,0 +1,285 @@
+"""A solver's choice -> the Plan: layouts by name, what each costs, and the prediction with its breakdown."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from autopar.cost_model.build import (
+    Priced,
+    Prices,
+    fixed_bytes,
+    saved_readers,
+    state_bytes_per_parameter,
+)
+from autopar.cost_model.wiring import Slot, SlotKind
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.graph import CapturedGraph, Graph, InputKind, TensorMeta
+from autopar.ir.layout import Kind, Layout, local_shape
+from autopar.ir.options import Options
+from autopar.ir.plan import (
+    Plan,
+    PlanCluster,
+    PlanMesh,
+    PlanModel,
+    PlanNote,
+    PlanParameter,
+    PlanPrediction,
+    PlanReshard,
+    PlanSchedule,
+    PlanSolver,
+    PlanStage,
+    PlanStrategy,
+)
+from autopar.ir.problem import conversions
+from autopar.ir.reshard import plan_reshard
+from autopar.ir.solution import Solution
+from autopar.ir.strategy import Note, Strategy
+
+FLOPS_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
+
+
+def make_plan(
+    captured: CapturedGraph,
+    priced: Priced,
+    solution: Solution,
+    prices: Prices,
+    cluster: ClusterSpec,
+    options: Options,
+    notes: tuple[Note, ...],
+    model_flops: float,
+) -> Plan:
+    """The plan of one solved problem. `model_flops`: floating point operations of one step on one device, matmuls only."""
+    picks = tuple(options_[i] for options_, i in zip(priced.options, solution.choice, strict=True))
+    memory = _memory(captured, priced, solution, picks, prices, options)
+    parameters = _parameters(captured, priced, picks, options)
+    resharded = _conversions(priced, solution)
+    mesh = PlanMesh(
+        pipeline=1, axes={a.name: a.size for a in priced.mesh.axes}, levels={a.name: a.level for a in priced.mesh.axes}
+    )
+    strategies, inputs, outputs = _layouts(captured, priced, solution, picks)
+    saved = sum(bool(saved_readers(w, priced.wiring, prices)) for w in priced.wiring.wires)
+    stage = PlanStage(
+        index=0,
+        devices=max(1, priced.mesh.size),
+        blocks=[(_common(b.instances), len(b.instances)) for b in captured.blocks],
+        peak_memory_bytes=sum(memory.values()),
+        saved_count=saved,
+    )
+    return Plan(
+        model=PlanModel(
+            name=captured.model_name,
+            parameters=sum(p.meta.numel for p in captured.parameters),
+            graph_hash=captured.hash,
+        ),
+        cluster=PlanCluster(name=cluster.name, devices=cluster.devices),
+        mesh=mesh,
+        schedule=PlanSchedule(),
+        stages=[stage],
+        parameters=parameters,
+        predicted=_prediction(captured, priced, solution, resharded, memory, cluster, options, model_flops),
+        solver=PlanSolver(
+            status=solution.status.name.lower(),
+            objective_us=solution.objective_us,
+            bound_us=solution.bound_us,
+            gap=solution.gap,
+            time_s=round(solution.time_s, 3),
+            memory_price=solution.memory_price_us_per_byte,
+        ),
+        notes=[PlanNote(kind=n.kind, where=n.where, message=n.message) for n in notes],
+        strategies=strategies,
+        inputs=inputs,
+        outputs=outputs,
+        conversions=resharded,
+        pins={k: str(v) for k, v in options.pins.items()},
+        precision=options.precision,
+    )
+
+
+def _common(paths: tuple[str, ...]) -> str:
+    """The module path that the instances share: "model.layers" of "model.layers.0", "model.layers.1"."""
+    parts = [p.split(".") for p in paths]
+    shared = []
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    return ".".join(shared) or paths[0]
+
+
+def _layouts(
+    captured: CapturedGraph, priced: Priced, solution: Solution, picks: tuple[Strategy | Layout, ...]
+) -> tuple[dict[str, dict[str, PlanStrategy]], dict[str, dict[str, str]], dict[str, dict[str, str]]]:
+    strategies: dict[str, dict[str, PlanStrategy]] = {g.name: {} for g in captured.graphs}
+    inputs: dict[str, dict[str, str]] = {g.name: {} for g in captured.graphs}
+    outputs: dict[str, dict[str, str]] = {g.name: {} for g in captured.graphs}
+    targets = {(g.name, i.value.name): f"{i.kind.value}:{i.target}" for g in captured.graphs for i in g.inputs}
+    for slot, pick, node, choice in zip(priced.wiring.slots, picks, priced.problem.nodes, solution.choice, strict=True):
+        if isinstance(pick, Strategy):
+            assert slot.node is not None
+            strategies[slot.graph][slot.node.key] = PlanStrategy(
+                inputs=[str(x) for x in pick.inputs],
+                outputs=["" if x is None else str(x) for x in pick.outputs],
+                tags=list(pick.tags),
+                us=node.cost_us[choice] / slot.count,
+            )
+        elif slot.kind is SlotKind.INPUT:
+            inputs[slot.graph][targets[(slot.graph, slot.name)]] = str(pick)
+        elif slot.kind is SlotKind.OUTPUT:
+            outputs[slot.graph][slot.name] = str(pick)
+    return strategies, inputs, outputs
+
+
+def _conversions(priced: Priced, solution: Solution) -> list[PlanReshard]:
+    """Every conversion that the objective pays for, one entry per (graph, value)."""
+    counts = {s.graph: s.count for s in priced.wiring.slots if s.kind is SlotKind.OP}
+    found = []
+    for wire, value, layouts in zip(priced.wiring.wires, priced.problem.values, priced.layouts, strict=True):
+        for p, q in conversions(value, solution.choice):
+            steps = plan_reshard(layouts[p], layouts[q])
+            assert steps is not None
+            each = value.reshard_us[p][q] / wire.count
+            for graph, name in wire.names:
+                found.append(
+                    PlanReshard(
+                        graph=graph, value=name, before=str(layouts[p]), after=str(layouts[q]),
+                        steps=[str(s) for s in steps], count=1 if graph == "top" else counts.get(graph, 1), us=each,
+                    )
+                )  # fmt: skip
+    return found
+
+
+def _parameters(
+    captured: CapturedGraph, priced: Priced, picks: tuple[Strategy | Layout, ...], options: Options
+) -> dict[str, PlanParameter]:
+    found = {}
+    for info in captured.parameters:
+        slot = priced.wiring.storage_of.get(info.name)
+        layout = picks[slot] if slot is not None else None
+        assert layout is None or isinstance(layout, Layout)
+        item = info.meta.nbytes // info.meta.numel if info.meta.numel else 0
+        numel = info.meta.numel
+        if layout is not None:
+            numel = TensorMeta(local_shape(info.meta.shape, layout, priced.mesh), info.meta.dtype).numel
+        found[info.name] = PlanParameter(
+            stage=0,
+            layout=str(layout) if layout is not None else " ".join(f"{a}:R" for a in priced.mesh.names) or "whole",
+            bytes_per_device=numel * item,
+            optimizer_bytes_per_device=numel * options.optimizer_bytes_per_parameter if info.requires_grad else 0,
+            role=_role(layout, slot, priced, picks),
+        )
+    return found
+
+
+def _role(layout: Layout | None, slot: int | None, priced: Priced, picks: tuple[Strategy | Layout, ...]) -> str:
+    """The layout in words: what a specialist would call it."""
+    if layout is None or slot is None:
+        return "unused"
+    words = []
+    for axis, placement in zip(layout.axes, layout.placements, strict=True):
+        cut = placement.kind is Kind.SHARD
+        if axis in ("dp", "cp"):
+            words.append("ZeRO-3" if cut else "data parallel")
+        elif cut:
+            words.append(_cut_word(slot, axis, priced, picks))
+    return " + ".join(dict.fromkeys(words)) or "whole"
+
+
+def _cut_word(slot: int, axis: str, priced: Priced, picks: tuple[Strategy | Layout, ...]) -> str:
+    """column: outputs come out cut; row: outputs come out as sums; else cut. Looks through one-input ops."""
+    at = slot
+    for _ in range(6):
+        wire = next((w for w in priced.wiring.wires if w.producer == at and w.phase.value == "forward"), None)
+        if wire is None:
+            break
+        at = wire.readers[0].slot
+        pick = picks[at]
+        if not isinstance(pick, Strategy):
+            break
+        if len(pick.inputs) > 1 and pick.outputs[0] is not None:
+            kind = pick.outputs[0].on(axis).kind
+            return {Kind.SHARD: "column", Kind.PARTIAL: "row", Kind.REPLICATE: "cut"}[kind]
+    return "cut"
+
+
+def _memory(
+    captured: CapturedGraph,
+    priced: Priced,
+    solution: Solution,
+    picks: tuple[Strategy | Layout, ...],
+    prices: Prices,
+    options: Options,
+) -> dict[str, int]:
+    """Bytes per device by kind, at the moment that the problem limits."""
+    total: Counter[str] = Counter(buffers=fixed_bytes(captured, priced.wiring))
+    for slot, pick in zip(priced.wiring.slots, picks, strict=True):
+        if slot.kind is SlotKind.STORAGE and isinstance(pick, Layout) and slot.meta is not None:
+            numel = slot.count * TensorMeta(local_shape(slot.meta.shape, pick, priced.mesh), slot.meta.dtype).numel
+            weight, gradient, state = state_bytes_per_parameter(slot, captured, options)
+            total["parameters"] += numel * weight
+            total["gradients"] += numel * gradient
+            total["optimizer"] += numel * state
+    for wire, value, layouts in zip(priced.wiring.wires, priced.problem.values, priced.layouts, strict=True):
+        late = saved_readers(wire, priced.wiring, prices)
+        wanted = {value.consumers[i].wants[solution.choice[value.consumers[i].node]] for i in late}
+        for q in wanted:
+            piece = TensorMeta(local_shape(wire.meta.shape, layouts[q], priced.mesh), wire.meta.dtype)
+            total["activations"] += piece.nbytes * wire.saved_count
+    total["working set"] = max(
+        (_working(s, p, captured, priced) for s, p in zip(priced.wiring.slots, picks, strict=True)), default=0
+    )
+    return dict(total)
+
+
+def _working(slot: Slot, pick: Strategy | Layout, captured: CapturedGraph, priced: Priced) -> int:
+    if slot.node is None or not isinstance(pick, Strategy):
+        return 0
+    outs = [(o.meta, layout) for o, layout in zip(slot.node.outputs, pick.outputs, strict=True) if o and layout]
+    return sum(TensorMeta(local_shape(m.shape, layout, priced.mesh), m.dtype).nbytes for m, layout in outs)
+
+
+def _prediction(
+    captured: CapturedGraph,
+    priced: Priced,
+    solution: Solution,
+    resharded: list[PlanReshard],
+    memory: dict[str, int],
+    cluster: ClusterSpec,
+    options: Options,
+    model_flops: float,
+) -> PlanPrediction:
+    spent: dict[str, float] = defaultdict(float)
+    for slot, node, compute, choice in zip(
+        priced.wiring.slots, priced.problem.nodes, priced.compute_us, solution.choice, strict=True
+    ):
+        if slot.kind is SlotKind.STORAGE:
+            spent["optimizer"] += node.cost_us[choice]
+        else:
+            spent["compute"] += compute[choice]
+            spent["communication"] += node.cost_us[choice] - compute[choice]
+    spent["communication"] += sum(r.us * r.count for r in resharded)
+    step = solution.objective_us
+    peak = min(g.device.peak_flops.get(FLOPS_DTYPE[options.precision], 0.0) for g in cluster.groups)
+    available = peak * cluster.devices * step / 1e6
+    return PlanPrediction(
+        step_time_us=step,
+        tokens_per_s=tokens(captured) / step * 1e6 if step else 0.0,
+        mfu=model_flops / available if available else 0.0,
+        peak_memory_bytes=sum(memory.values()),
+        breakdown_us=dict(spent),
+        breakdown_bytes=memory,
+        cost_source="; ".join(dict.fromkeys(g.device.source for g in cluster.groups)),
+    )
+
+
+def tokens(captured: CapturedGraph) -> int:
+    """Tokens of one step: elements of the largest integer input of two dims, else rows of the first input."""
+    metas = [i.value.meta for i in captured.top.inputs if i.kind is InputKind.INPUT]
+    ids = [m.numel for m in metas if m.dtype in ("int64", "int32") and len(m.shape) == 2]
+    if ids:
+        return max(ids)
+    return next((m.shape[0] for m in metas if m.shape), 1)
+
+
+def graph_counts(captured: CapturedGraph) -> tuple[tuple[Graph, int], ...]:
+    """Each graph with how many times a step runs it."""
+    return ((captured.top, 1), *((b.graph, len(b.instances)) for b in captured.blocks))

@@ -1,0 +1,322 @@
+"""Strategies and a cluster -> the problem as plain numbers, with the way back.
+
+Every choice of a slot becomes a strategy of a problem node; every wire a value whose conversions are priced by the same
+planner that code generation emits. Counts of tied blocks are folded into every number.
+
+Memory is summed where it is largest: after the forward, when all saved activations wait for the backward, with the
+working set of one of the largest ops beside it. Parameters, gradients and optimizer state are counted throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from autopar.cost_model.wiring import Reader, Slot, SlotKind, Wire, Wiring
+from autopar.errors import CompilerError
+from autopar.ir.graph import CapturedGraph, Node, Phase, TensorMeta
+from autopar.ir.layout import Layout, local_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.options import Options
+from autopar.ir.problem import INFINITY, Consumer, Moment, NodeBytes, Problem, ProblemNode, ProblemValue, VersionBytes
+from autopar.ir.strategy import Strategy, StrategyTable
+
+WORKING_SETS = 3
+"""How many of the largest ops get a memory moment of their own."""
+
+
+class Prices(Protocol):
+    """What the builder asks of the cost model, on one cluster and mesh. Metas are local, but for `reshard_us`."""
+
+    def op_us(
+        self, node: Node, strategy: Strategy, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...]
+    ) -> tuple[float, float]:
+        """(computation µs, communication inside the op µs)."""
+
+    def reshard_us(self, meta: TensorMeta, before: Layout, after: Layout) -> float:
+        """µs to convert a tensor of global `meta`; inf if impossible."""
+
+    def optimizer_us(self, numel: int, dtype: str, state_bytes_per_parameter: int) -> float:
+        """µs to update `numel` parameters."""
+
+    def is_view(self, node: Node) -> bool:
+        """True if the op's output shares its first input's storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A problem and what its indices mean.
+
+    Attributes:
+        options: per problem node (= slot), what its strategies are.
+        compute_us: per problem node and strategy, the part of the cost that is computation.
+        layouts: per problem value (= wire), its layout indices.
+    """
+
+    problem: Problem
+    wiring: Wiring
+    mesh: Mesh
+    options: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...]
+    compute_us: tuple[tuple[float, ...], ...]
+    layouts: tuple[tuple[Layout, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    captured: CapturedGraph
+    table: StrategyTable
+    prices: Prices
+    options: Options
+    metas: Mapping[str, Mapping[str, TensorMeta]]
+    pieces: dict[tuple[TensorMeta, Layout], TensorMeta]
+
+    def piece(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
+        """Local meta of one device."""
+        key = (meta, layout)
+        found = self.pieces.get(key)
+        if found is None:
+            found = self.pieces[key] = TensorMeta(local_shape(meta.shape, layout, self.table.mesh), meta.dtype)
+        return found
+
+
+def build_problem(
+    captured: CapturedGraph, wiring: Wiring, table: StrategyTable, prices: Prices, options: Options, limit_bytes: int
+) -> Priced:
+    """The problem of one mesh. Raises CompilerError where the table lacks a slot."""
+    metas = {g.name: {name: v.meta for name, v in g.values().items()} for g in captured.graphs}
+    context = _Context(captured, table, prices, options, metas, {})
+    choices = tuple(_options(slot, context) for slot in wiring.slots)
+    priced = [_node(slot, picks, context) for slot, picks in zip(wiring.slots, choices, strict=True)]
+    values, layouts = [], []
+    for wire in wiring.wires:
+        value, names = _value(wire, wiring, choices, context)
+        values.append(value)
+        layouts.append(names)
+    moments = _moments(captured, wiring, choices, tuple(values), tuple(layouts), context, limit_bytes)
+    problem = Problem(
+        name=f"{captured.model_name} on {table.mesh}",
+        nodes=tuple(node for node, _ in priced),
+        values=tuple(values),
+        moments=moments,
+    )
+    return Priced(problem, wiring, table.mesh, choices, tuple(compute for _, compute in priced), tuple(layouts))
+
+
+def _options(slot: Slot, context: _Context) -> tuple[Strategy, ...] | tuple[Layout, ...]:
+    table = context.table
+    try:
+        match slot.kind:
+            case SlotKind.OP:
+                return table.nodes[slot.graph][slot.name]
+            case SlotKind.INPUT:
+                return table.inputs[slot.graph][slot.name]
+            case SlotKind.OUTPUT:
+                return table.outputs[slot.graph][int(slot.name)]
+            case SlotKind.STORAGE:
+                return _shared_storage(slot, table)
+    except KeyError as error:
+        raise CompilerError(f"the strategy table has no entry for {slot} ({error})") from None
+
+
+def _shared_storage(slot: Slot, table: StrategyTable) -> tuple[Layout, ...]:
+    """Layouts that every parameter of the class may be stored in."""
+    first = table.storage[slot.parameters[0]]
+    others = [set(table.storage[name]) for name in slot.parameters[1:]]
+    shared = tuple(layout for layout in first if all(layout in other for other in others))
+    if not shared:
+        raise CompilerError(f"parameters {slot.parameters[:3]} must be stored alike, but have no layout in common")
+    return shared
+
+
+def _node(
+    slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: _Context
+) -> tuple[ProblemNode, tuple[float, ...]]:
+    if slot.kind is SlotKind.OP:
+        compute, inner = _op_costs(slot, picks, context)
+    elif slot.kind is SlotKind.STORAGE:
+        compute, inner = _update_costs(slot, picks, context), (0.0,) * len(picks)
+    else:
+        compute = inner = (0.0,) * len(picks)
+    cost = tuple(c + i for c, i in zip(compute, inner, strict=True))
+    return ProblemNode(name=str(slot), cost_us=cost), compute
+
+
+def _op_costs(
+    slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: _Context
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    node = slot.node
+    assert node is not None
+    metas = [context.metas[slot.graph][ref] for ref in node.refs]
+    compute, inner = [], []
+    for pick in picks:
+        assert isinstance(pick, Strategy)
+        ins = tuple(context.piece(m, layout) for m, layout in zip(metas, pick.inputs, strict=True))
+        outs = tuple(
+            None if out is None or layout is None else context.piece(out.meta, layout)
+            for out, layout in zip(node.outputs, pick.outputs, strict=True)
+        )
+        work, communication = context.prices.op_us(node, pick, ins, outs)
+        compute.append(work * slot.count)
+        inner.append(communication * slot.count)
+    return tuple(compute), tuple(inner)
+
+
+def _trainable(slot: Slot, context: _Context) -> bool:
+    return any(p.requires_grad for p in context.captured.parameters if p.name in slot.parameters)
+
+
+def _update_costs(slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: _Context) -> tuple[float, ...]:
+    assert slot.meta is not None
+    if not _trainable(slot, context):
+        return (0.0,) * len(picks)
+    state = context.options.optimizer_bytes_per_parameter
+    costs = []
+    for pick in picks:
+        assert isinstance(pick, Layout)
+        piece = context.piece(slot.meta, pick)
+        costs.append(slot.count * context.prices.optimizer_us(piece.numel, piece.dtype, state))
+    return tuple(costs)
+
+
+def _layout_of(pick: Strategy | Layout, position: int, *, output: bool) -> Layout:
+    if isinstance(pick, Layout):
+        return pick
+    layout = pick.outputs[position] if output else pick.inputs[position]
+    if layout is None:
+        raise CompilerError(f"strategy {pick} has no layout at output {position}, which is read")
+    return layout
+
+
+def _value(
+    wire: Wire, wiring: Wiring, choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...], context: _Context
+) -> tuple[ProblemValue, tuple[Layout, ...]]:
+    made = [_layout_of(pick, wire.position, output=True) for pick in choices[wire.producer]]
+    wants = [[_layout_of(pick, r.position, output=False) for pick in choices[r.slot]] for r in wire.readers]
+    names = tuple(dict.fromkeys([*made, *(layout for row in wants for layout in row)]))
+    index = {layout: i for i, layout in enumerate(names)}
+    wanted = {layout for row in wants for layout in row}
+    table = [[0.0 if p == q else INFINITY for q in names] for p in names]
+    for p in dict.fromkeys(made):
+        for q in wanted:
+            if p != q:
+                price = context.prices.reshard_us(wire.meta, p, q)
+                table[index[p]][index[q]] = price * wire.count
+    value = ProblemValue(
+        name=f"{wire.names[0][0]}:{wire.names[0][1]}"
+        + (f":{wire.readers[0].phase.value}" if wire.of_parameter else ""),
+        producer=wire.producer,
+        made=tuple(index[layout] for layout in made),
+        consumers=tuple(
+            Consumer(node=r.slot, wants=tuple(index[layout] for layout in row))
+            for r, row in zip(wire.readers, wants, strict=True)
+        ),
+        reshard_us=tuple(map(tuple, table)),
+    )
+    return value, names
+
+
+def _moments(
+    captured: CapturedGraph,
+    wiring: Wiring,
+    choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...],
+    values: tuple[ProblemValue, ...],
+    layouts: tuple[tuple[Layout, ...], ...],
+    context: _Context,
+    limit_bytes: int,
+) -> tuple[Moment, ...]:
+    state = tuple(
+        _state_bytes(i, choices[i], context, wiring) for i, s in enumerate(wiring.slots) if s.kind is SlotKind.STORAGE
+    )
+    saved = []
+    for i, wire in enumerate(wiring.wires):
+        late = saved_readers(wire, wiring, context.prices)
+        if late:
+            sizes = tuple(context.piece(wire.meta, layout).nbytes * wire.saved_count for layout in layouts[i])
+            saved.append(VersionBytes(value=i, consumers=late, bytes=sizes))
+    fixed = fixed_bytes(captured, wiring)
+    base = Moment(name="end of forward", limit_bytes=limit_bytes, fixed_bytes=fixed, nodes=state, versions=tuple(saved))
+    if limit_bytes <= 0 or math.isinf(limit_bytes):
+        return ()
+    largest = sorted(
+        (-_whole_bytes(s.node, context, s.graph), i)
+        for i, s in enumerate(wiring.slots)
+        if s.kind is SlotKind.OP and s.node
+    )[:WORKING_SETS]
+    found = [base]
+    for _, i in largest:
+        working = NodeBytes(node=i, bytes=tuple(working_bytes(wiring.slots[i], pick, context) for pick in choices[i]))
+        found.append(
+            Moment(
+                name=f"at {wiring.slots[i].name}", limit_bytes=limit_bytes, fixed_bytes=fixed, nodes=(*state, working),
+                versions=tuple(saved),
+            )
+        )  # fmt: skip
+    return tuple(found[1:] or found)
+
+
+def fixed_bytes(captured: CapturedGraph, wiring: Wiring) -> int:
+    """Bytes of buffers and of parameters that no op reads."""
+    unused = set(wiring.unused_parameters)
+    return sum(b.meta.nbytes for b in captured.buffers) + sum(
+        p.meta.nbytes for p in captured.parameters if p.name in unused
+    )
+
+
+def saved_readers(wire: Wire, wiring: Wiring, prices: Prices) -> tuple[int, ...]:
+    """Positions of the readers for which a forward tensor waits until the backward. Parameters wait anyway.
+
+    A view shares storage with what it was made from, which is counted where that waits too.
+    """
+    if wire.of_parameter or wire.phase is not Phase.FORWARD:
+        return ()
+    maker = wiring.slots[wire.producer]
+    if maker.kind is SlotKind.STORAGE or (maker.kind is SlotKind.INPUT and maker.graph == "top"):
+        return ()
+    return tuple(i for i, r in enumerate(wire.readers) if _waits(r, wiring, prices))
+
+
+def _waits(reader: Reader, wiring: Wiring, prices: Prices) -> bool:
+    return reader.phase is Phase.BACKWARD and wiring.slots[reader.slot].kind is SlotKind.OP
+
+
+def _state_bytes(
+    index: int, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: _Context, wiring: Wiring
+) -> NodeBytes:
+    slot = wiring.slots[index]
+    assert slot.meta is not None
+    per = state_bytes_per_parameter(slot, context.captured, context.options)
+    sizes = []
+    for pick in picks:
+        assert isinstance(pick, Layout)
+        sizes.append(sum(per) * context.piece(slot.meta, pick).numel * slot.count)
+    return NodeBytes(node=index, bytes=tuple(sizes))
+
+
+def state_bytes_per_parameter(slot: Slot, captured: CapturedGraph, options: Options) -> tuple[int, int, int]:
+    """(weight, gradient, optimizer) bytes of one element of a storage slot."""
+    assert slot.meta is not None
+    item = slot.meta.nbytes // max(1, slot.meta.numel) if slot.meta.numel else 0
+    trains = any(p.requires_grad for p in captured.parameters if p.name in slot.parameters)
+    return (item, item, options.optimizer_bytes_per_parameter) if trains else (item, 0, 0)
+
+
+def _whole_bytes(node: Node | None, context: _Context, graph: str) -> int:
+    assert node is not None
+    metas = context.metas[graph]
+    return sum(metas[r].nbytes for r in dict.fromkeys(node.refs)) + sum(o.meta.nbytes for o in node.outputs if o)
+
+
+def working_bytes(slot: Slot, pick: Strategy | Layout, context: _Context) -> int:
+    """Local bytes of the op's tensors."""
+    assert slot.node is not None and isinstance(pick, Strategy)
+    metas = context.metas[slot.graph]
+    ins = {(ref, layout) for ref, layout in zip(slot.node.refs, pick.inputs, strict=True)}
+    read = sum(context.piece(metas[ref], layout).nbytes for ref, layout in ins)
+    made = sum(
+        context.piece(o.meta, layout).nbytes
+        for o, layout in zip(slot.node.outputs, pick.outputs, strict=True)
+        if o is not None and layout is not None
+    )
+    return read + made
