@@ -48,7 +48,7 @@ def make_plan(
     notes: tuple[Note, ...],
     model_flops: float,
 ) -> Plan:
-    """The plan of one solved problem. `model_flops`: floating point operations of one step on one device, matmuls only."""
+    """The plan of one solved problem. `model_flops`: floating point operations of a step, nothing recomputed."""
     picks = tuple(options_[i] for options_, i in zip(priced.options, solution.choice, strict=True))
     memory = _memory(captured, priced, solution, picks, prices, options)
     parameters = _parameters(captured, priced, picks, options)

@@ -11,7 +11,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         name: e.g. "H100-80-SXM5".
         memory_bytes: what a plan may use of it.
-        peak_flops: dense peak per second by dtype name ("bfloat16", "float32", ...), floating point operations per second.
+        peak_flops: dense peak per second by dtype name ("bfloat16", "float32", ...), flop/s.
         memory_bytes_per_us: device memory bandwidth.
         kernel_floor_us: least time of one kernel, launch included.
         matmul_efficiency, memory_efficiency: achieved part of the peaks on large sizes (0 to 1).

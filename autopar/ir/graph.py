@@ -127,8 +127,9 @@ class InputKind(Enum):
 class GraphInput:
     """A placeholder.
 
-    `target`: of a parameter or buffer its name (inside a block, relative to the block); of an input its path ("input_ids",
-    "args[0]"; inside a block "0", "1", ...); of a constant its name in `CapturedGraph.constants`; of a tangent the
+    `target`: of a parameter or buffer its name (inside a block, relative to the block); of an input its path
+    ("input_ids", "args[0]"; inside a block "0", "1", ...); of a constant its name in `CapturedGraph.constants`; of a
+    tangent the
     `target` of the output that it is the gradient of.
     """
 

@@ -19,8 +19,8 @@ class Options:
     Attributes:
         objective: "time", or "memory" (least bytes per device, then time).
         memory_limit: bytes per device; None takes the cluster's.
-        pins: axis sizes ({"tp": 2}), `"zero": 0|3` (0: stored whole on dp, 3: stored cut on dp), and layouts by module or
-            parameter pattern ({"model.layers.*.mlp.up_proj": "tp:S(0)"}).
+        pins: axis sizes ({"tp": 2}), `"zero": 0|3` (0: stored whole on dp, 3: stored cut on dp), and layouts by
+            module or parameter pattern ({"model.layers.*.mlp.up_proj": "tp:S(0)"}).
         search_space: allowed degrees by name ("data", "tensor", "context").
         precision: "fp32", "bf16" (bf16 compute, fp32 stored parameters, gradients and optimizer state) or "fp64".
         optimizer_bytes_per_parameter: state that the optimizer keeps (AdamW in fp32: 8).

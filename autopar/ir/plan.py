@@ -146,7 +146,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan. Raises PlanError where the file is missing, truncated, of another version or has unknown keys."""
+        """Read a plan. Raises PlanError where it is missing, truncated, of another version or has unknown keys."""
         try:
             return decode_plan(Path(path).read_bytes(), str(path))
         except OSError as error:

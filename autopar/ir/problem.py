@@ -122,7 +122,10 @@ class Problem:
     def __str__(self) -> str:
         variables = sum(len(n.cost_us) for n in self.nodes)
         edges = sum(len(v.consumers) for v in self.values)
-        return f"problem {self.name}: {len(self.nodes)} nodes, {variables} strategies, {len(self.values)} values, {edges} reads, {len(self.moments)} moments"
+        return (
+            f"problem {self.name}: {len(self.nodes)} nodes, {variables} strategies, {len(self.values)} values, "
+            f"{edges} reads, {len(self.moments)} moments"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,8 +77,9 @@ def _cuts(placement: Placement, dim: int) -> bool:
 
 
 def _blocked(now: Layout, after: Layout, axis: str) -> bool:
-    """True if `axis` may not change yet: a faster axis cuts a dim it touches, or it would cut a dim before a slower axis
-    that still has to change on that dim (nested cuts are undone inside out and made outside in)."""
+    """True if `axis` may not change yet: nested cuts are undone inside out and made outside in.
+
+    So a faster axis must not cut a dim that this one touches, and a slower one must not have to change on it still."""
     at, to = now.on(axis), after.on(axis)
     if any(p.kind is Kind.SHARD and _inner_cut(now, axis, p.dim) for p in (at, to)):
         return True
@@ -117,10 +118,7 @@ def plan_reshard(before: Layout, after: Layout) -> tuple[ReshardStep, ...] | Non
             step = _one_axis(now, axis, after.on(axis))
             if step is not None and not _blocked(now, after, axis):
                 ready.append((order[step.collective], -i, step))
-        if ready:
-            step = min(ready, key=lambda r: r[:2])[2]
-        else:
-            step = _unblock(now, after)
+        step = min(ready, key=lambda r: r[:2])[2] if ready else _unblock(now, after)
         steps.append(step)
         now = step.after
         assert len(steps) <= limit, f"no end on the way from {before} to {after}"

@@ -13,7 +13,7 @@ from autopar.ir.mesh import Mesh
 class Rule:
     """One way to split an op over one mesh axis of any size.
 
-    `inputs` has one placement per tensor argument (`Node.refs` order), `outputs` one per output (None for a None output).
+    `inputs` has one placement per tensor argument (`Node.refs` order), `outputs` one per output (None where None).
     `tag` names the lowering if the local op is not simply the same op on the pieces ("" if it is).
     """
 
@@ -60,7 +60,7 @@ class StrategyTable:
         nodes: graph name -> node name -> strategies (block calls of the top graph have none: their block's graph has).
         inputs: graph name -> input value name -> layouts it may arrive in. Parameters are not here.
         storage: parameter name -> layouts in which it may be stored (and its gradient and optimizer state with it).
-        outputs: graph name -> position in `Graph.outputs` -> layouts in which an OUTPUT or BUFFER_UPDATE may be handed over.
+        outputs: graph name -> position in `Graph.outputs` -> layouts in which an OUTPUT or BUFFER_UPDATE may leave.
             Gradients of parameters are handed over in the parameter's storage layout.
     """
 

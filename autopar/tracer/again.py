@@ -10,10 +10,13 @@ from dataclasses import replace
 
 from autopar.ir.graph import Graph, InputKind, Node, Phase, Ref, Value
 
-CHEAP = frozenset(
-    f"aten.{name}.default"
-    for name in ("t", "permute", "view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "alias", "detach", "_to_copy", "clone")
-) | {"aten.transpose.int", "aten.squeeze.dim", "aten.squeeze.dims", "prims.convert_element_type.default"}  # fmt: skip
+_NAMES = "t permute view _unsafe_view unsqueeze squeeze expand alias detach _to_copy clone"
+CHEAP = frozenset(f"aten.{name}.default" for name in _NAMES.split()) | {
+    "aten.transpose.int",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+    "prims.convert_element_type.default",
+}
 
 
 def remake_parameter_views(graph: Graph) -> Graph:
