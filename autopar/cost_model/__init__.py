@@ -1,0 +1,1 @@
+"""What each choice costs, in µs and bytes."""

@@ -1,0 +1,82 @@
+"""What an op costs on one device, from its local shapes (roofline), and what the optimizer's update costs.
+
+    us = max(floor + flops/F, bytes/M, floor)
+
+F is the achieved rate for the dtype, M the achieved memory bandwidth, floor the least time of one kernel. The first
+term makes the rate saturate with size x in flops: x/(floor + x/F) = F·x/(x + F·floor), half of F at x = F·floor, and
+tiny matrices cost the floor (the (r∞, n½) form of Hockney and Jesshope 1981). Views and aliases cost 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar import ops
+from autopar.cost_model.device import flops_per_us, memory_bytes_per_us
+from autopar.ir.cluster import ClusterSpec, Device
+from autopar.ir.graph import ITEM_BYTES, Node, TensorMeta
+
+FLOATS = frozenset(dtype for dtype in ITEM_BYTES if dtype.startswith(("float", "bfloat", "complex")))
+PARAMETER_PASSES = 3
+"""Passes over each parameter in an update: the parameter is read and written, its gradient is read."""
+STATE_PASSES = 2
+"""Passes over the optimizer's state (AdamW: two moments): read and written."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """Time, floating point operations and bytes moved of one op on one device.
+
+    `source`: "calibrated" (this roofline on rates measured on the machine), "analytic" (on described rates), or
+    "estimated" (a rate that the description lacks).
+    """
+
+    us: float
+    flops: float
+    bytes: float
+    source: str
+
+
+FREE = OpCost(0.0, 0.0, 0.0, "analytic")
+
+
+def op_cost(
+    node: Node, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...], cluster: ClusterSpec
+) -> OpCost:
+    """Cost of `node` on the slowest device of `cluster`; metas are local, `inputs` in the order of `node.refs`."""
+    if ops.is_view(node):
+        return FREE
+    flops, moved = ops.flops(node, inputs, outputs), ops.moved_bytes(node, inputs, outputs)
+    dtype = compute_dtype(inputs, outputs)
+    return max((roofline(flops, moved, dtype, group.device) for group in cluster.groups), key=lambda cost: cost.us)
+
+
+def compute_dtype(inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...]) -> str:
+    """dtype whose rate counts: of the first floating tensor, else of the first tensor, else float32."""
+    metas = [meta for meta in (*inputs, *outputs) if meta is not None]
+    floats = [meta.dtype for meta in metas if meta.dtype in FLOATS]
+    return floats[0] if floats else metas[0].dtype if metas else "float32"
+
+
+def roofline(flops: float, moved: float, dtype: str, device: Device) -> OpCost:
+    """max(floor + flops/F, bytes/M, floor) on one device."""
+    rate, listed = flops_per_us(device, dtype)
+    floor = device.kernel_floor_us
+    us = max(floor + flops / rate, moved / memory_bytes_per_us(device))
+    return OpCost(us, flops, moved, _source(device, listed or flops == 0))
+
+
+def _source(device: Device, listed: bool) -> str:
+    if not listed:
+        return "estimated"
+    return "calibrated" if device.source.startswith("measured") else "analytic"
+
+
+def optimizer_us(numel: int, dtype: str, state_bytes_per_parameter: float, cluster: ClusterSpec) -> float:
+    """µs to update `numel` parameters on the slowest device: the bytes that a fused AdamW moves over memory bandwidth.
+
+    bytes = numel·(3·item + 2·state): parameter read and written, gradient read, state read and written. An optimizer of
+    separate passes (`foreach=False, fused=False`) moves two to three times as much.
+    """
+    moved = numel * (PARAMETER_PASSES * ITEM_BYTES[dtype] + STATE_PASSES * state_bytes_per_parameter)
+    return max(moved / memory_bytes_per_us(group.device) for group in cluster.groups)

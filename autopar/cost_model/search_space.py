@@ -1,0 +1,146 @@
+"""Which meshes a search looks at: every way to write the device count as dp × cp × free × tp that the options allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from autopar.errors import UserError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.options import DEGREE_NAMES, Options
+
+ORDER = ("dp", "cp", "free", "tp")
+"""Mesh axes, slowest first: the heaviest traffic (tp) between neighbours."""
+SEARCHED = frozenset({"dp", "tp"})
+"""Axes that take any size unless told otherwise; the others have size 1 unless pinned or in `search_space`."""
+
+
+def mesh_candidates(cluster: ClusterSpec, options: Options) -> tuple[Mesh, ...]:
+    """Meshes over all devices of `cluster` within pins and search space, the most promising first.
+
+    Axes of size 1 are left out: one device gives the mesh with no axes. Raises UserError where a pin names no axis, is
+    no size, or contradicts another pin, the search space or the device count.
+    """
+    pins = axis_pins(options)
+    allowed = _allowed(options)
+    _check_pins(pins, allowed, cluster)
+    choices = tuple(_choices(axis, pins, allowed, cluster.devices) for axis in ORDER)
+    meshes = [_mesh(sizes, cluster) for sizes in _products(choices, cluster.devices)]
+    if not meshes:
+        raise UserError(_nothing_left(pins, allowed, cluster))
+    return tuple(sorted(meshes, key=_promise))
+
+
+def axis_pins(options: Options) -> dict[str, int]:
+    """Pinned mesh axis sizes. Raises UserError for a size below 1, not whole, or of an axis that does not exist."""
+    found: dict[str, int] = {}
+    for name, value in options.pins.items():
+        if name not in ORDER and not _looks_like_size(name, value):
+            continue
+        size = _size(name, value)
+        if name in ORDER:
+            found[name] = size
+        elif name != "pp" or size != 1:
+            raise UserError(f"pin {name}={value}: there is no mesh axis {name!r}; wanted one of {', '.join(ORDER)}")
+    return found
+
+
+def _looks_like_size(name: str, value: str | int) -> bool:
+    """True for a pin that can only be meant as an axis: a number under another name than `zero`."""
+    return name != "zero" and (isinstance(value, int) or value.strip().lstrip("+-").isdigit())
+
+
+def _size(name: str, value: str | int) -> int:
+    try:
+        size = int(value) if not isinstance(value, bool) else 0
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise UserError(f"pin {name}={value}: wanted a whole number of 1 or more")
+    return size
+
+
+def _allowed(options: Options) -> dict[str, tuple[int, ...]]:
+    """Sizes by axis that the search space allows; axes that it does not mention are absent."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, sizes in options.search_space.items():
+        wrong = [s for s in sizes if isinstance(s, bool) or not isinstance(s, int) or s < 1]
+        if wrong or not sizes:
+            raise UserError(f"search_space {name}={list(sizes)}: wanted whole numbers of 1 or more")
+        found[DEGREE_NAMES[name]] = tuple(sorted(set(sizes)))
+    stages = found.pop("pp", (1,))
+    if 1 not in stages:
+        raise UserError(f"search_space pipeline={list(stages)}: this version has one stage; wanted 1 among them")
+    return found
+
+
+def _check_pins(pins: Mapping[str, int], allowed: Mapping[str, tuple[int, ...]], cluster: ClusterSpec) -> None:
+    for axis, size in pins.items():
+        if axis in allowed and size not in allowed[axis]:
+            raise UserError(f"pin {axis}={size} contradicts search_space {_degree(axis)}={list(allowed[axis])}")
+    product, text = math.prod(pins.values()), _show(pins)
+    if cluster.devices % product:
+        raise UserError(
+            f"{text} needs a multiple of {product} devices, but cluster {cluster.name} has {cluster.devices} devices"
+        )
+    if set(pins) >= SEARCHED and product != cluster.devices and "cp" not in allowed:
+        raise UserError(
+            f"{text} multiply to {product} devices, but cluster {cluster.name} has {cluster.devices} devices"
+        )
+
+
+def _show(pins: Mapping[str, int]) -> str:
+    return ("pin " if len(pins) == 1 else "pins ") + ", ".join(f"{axis}={size}" for axis, size in pins.items())
+
+
+def _degree(axis: str) -> str:
+    return next(name for name, short in DEGREE_NAMES.items() if short == axis)
+
+
+def _choices(
+    axis: str, pins: Mapping[str, int], allowed: Mapping[str, tuple[int, ...]], devices: int
+) -> tuple[int, ...]:
+    if axis in pins:
+        return (pins[axis],)
+    if axis in allowed:
+        return allowed[axis]
+    return _divisors(devices) if axis in SEARCHED else (1,)
+
+
+def _divisors(n: int) -> tuple[int, ...]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return tuple(sorted({*small, *(n // d for d in small)}))
+
+
+def _products(choices: tuple[tuple[int, ...], ...], devices: int) -> Iterator[tuple[int, ...]]:
+    """One size from each choice, such that they multiply to `devices`."""
+    if not choices:
+        if devices == 1:
+            yield ()
+        return
+    for size in choices[0]:
+        if devices % size == 0:
+            for rest in _products(choices[1:], devices // size):
+                yield (size, *rest)
+
+
+def _mesh(sizes: tuple[int, ...], cluster: ClusterSpec) -> Mesh:
+    axes = []
+    for i, (name, size) in enumerate(zip(ORDER, sizes, strict=True)):
+        if size > 1:
+            axes.append(Axis(name=name, size=size, level=cluster.level_of(size, math.prod(sizes[i + 1 :]))))
+    return Mesh(axes=tuple(axes))
+
+
+def _promise(mesh: Mesh) -> tuple[int, int, int]:
+    """Smaller is better: heavy axes on fast links first, then as much data parallelism as that leaves."""
+    by_name = {axis.name: axis for axis in mesh.axes}
+    tp, cp = by_name.get("tp"), by_name.get("cp")
+    return (tp.level if tp else 0, cp.level if cp else 0, tp.size if tp else 1)
+
+
+def _nothing_left(pins: Mapping[str, int], allowed: Mapping[str, tuple[int, ...]], cluster: ClusterSpec) -> str:
+    spaces = ", ".join(f"{_degree(axis)}={list(sizes)}" for axis, sizes in allowed.items())
+    asked = " and ".join(filter(None, [_show(pins) if pins else "", f"search_space {spaces}" if spaces else ""]))
+    return f"{asked}: no mesh multiplies to the {cluster.devices} devices of cluster {cluster.name}"
