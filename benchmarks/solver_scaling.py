@@ -53,7 +53,7 @@ def _step_us(p: str, q: str, part_bytes: float, size: int) -> float:
         return 0.0
     if q == "P":
         return float("inf")
-    wire = part_bytes * (size - 1) / size / 5e3
+    wire = part_bytes * (size - 1) / size / 1e5
     if p == "P":
         return 8.0 + (2 * wire if q == "R" else wire)
     return 8.0 + (wire if q == "R" else wire / size)

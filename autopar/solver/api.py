@@ -1,12 +1,12 @@
 """`solve`: the best choice for a problem, and how sure it is.
 
-    reduce           exactly: same optimum, fewer strategies                     reduce.py
-    LP relaxation    integral: it is the optimum, with proof, and no MIP starts  model.py, highs.py
-    local search     from the LP's rounding: a choice, and an upper bound        search.py
-    fix              a strategy whose reduced cost exceeds the gap is in no better choice
-    MIP              on what is left
-    referee          the solver's objective must be the referee's                ir/problem.py: evaluate
-    tie-break        every node to its lowest strategy that costs no more        search.py: first_of_equals
+reduce           exactly: same optimum, fewer strategies                     reduce.py
+LP relaxation    integral: it is the optimum, with proof, and no MIP starts  model.py, highs.py
+local search     from the LP's rounding: a choice, and an upper bound        search.py
+fix              a strategy whose reduced cost exceeds the gap is in no better choice
+MIP              on what is left
+referee          the solver's objective must be the referee's                ir/problem.py: evaluate
+tie-break        every node to its lowest strategy that costs no more        search.py: first_of_equals
 """
 
 from __future__ import annotations

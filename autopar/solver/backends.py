@@ -19,7 +19,7 @@ class Backend:
 
 
 def backend_named(name: str) -> Backend:
-    """"highs", or "pulp-cbc" or "pulp-highs" through the modelling layer."""
+    """ "highs", or "pulp-cbc" or "pulp-highs" through the modelling layer."""
     if name == "highs":
         return Backend(name=highs.version(), lp=_highs_lp, mip=_highs_mip)
     if name in modelling.SOLVERS:

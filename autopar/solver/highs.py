@@ -64,7 +64,15 @@ def solve_mip(model: LinearModel, *, time_limit_s: float | None = None, start: F
 
 def version() -> str:
     """Name and version, for `Solution.solver`."""
-    return f"HiGHS {highspy.Highs().version()}"
+    return f"HiGHS {_Silent().version()}"
+
+
+class _Silent(highspy.Highs):
+    """HiGHS prints its banner when callbacks are enabled, which its constructor does; this one is silent before that."""
+
+    def enableCallbacks(self) -> None:  # noqa: N802 (HiGHS names it)
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()
 
 
 def _loaded(
@@ -72,8 +80,7 @@ def _loaded(
 ) -> highspy.Highs:
     """A HiGHS object that holds `model`."""
     highspy.Highs.resetGlobalScheduler(True)  # another user of this process may have started it with more threads
-    highs = highspy.Highs()
-    highs.setOptionValue("output_flag", False)
+    highs = _Silent()
     fixed: dict[str, str | float | int] = {"threads": 1, "random_seed": SEED, **options}
     if time_limit_s is not None:
         fixed["time_limit"] = max(0.0, time_limit_s)
