@@ -50,7 +50,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         unit: what "name:N" counts, whole nodes or single cards.
         devices_per_node: of a "card" preset, the most cards in one computer.
         inside, between: links inside a node and between nodes.
-        matches: parts of the name that CUDA gives to this device.
+        matches: last words of the names that CUDA gives to this device.
     """
 
     name: str

@@ -68,16 +68,17 @@ class _Cached(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cluster: ClusterSpec
 
 
-def local_cluster(ranks: int) -> ClusterSpec:
+def local_cluster(ranks: int, *, fresh: bool = False) -> ClusterSpec:
     """This machine with `ranks` ranks: its GPUs if it has enough of them, else its cores over gloo.
 
-    Measured figures are kept under the user's cache directory by machine, cores, torch version and ranks.
+    Measured figures are kept under the user's cache directory by machine, cores, torch version and ranks;
+    `fresh` measures again.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
         raise ClusterError(f"local cluster of {ranks!r} ranks: wanted a whole number from 1 to {MOST_RANKS}")
     gpus = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
     key = _key(ranks, torch.cuda.get_device_name(0) if gpus else "cpu")
-    kept = _read(key)
+    kept = None if fresh else _read(key)
     if kept is not None:
         return kept
     with Console(stderr=True).status(f"measuring this machine with {ranks} rank{'s' * (ranks > 1)}"):
@@ -208,8 +209,8 @@ def _gpu_cluster(ranks: int) -> ClusterSpec:
 
 
 def find_preset(device_name: str) -> Preset | None:
-    """The preset of a device as CUDA names it."""
-    return next((p for p in list_presets() if any(match in device_name for match in p.matches)), None)
+    """The preset of a device as CUDA names it: the name ends in one of the preset's `matches`, as whole words."""
+    return next((p for p in list_presets() if any(f" {device_name}".endswith(f" {m}") for m in p.matches)), None)
 
 
 # ---- measuring

@@ -44,7 +44,7 @@ def op_cost(
     node: Node, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...], cluster: ClusterSpec
 ) -> OpCost:
     """Cost of `node` on the slowest device of `cluster`; metas are local, `inputs` in the order of `node.refs`."""
-    if ops.is_view(node):
+    if ops.is_view(node.op):
         return FREE
     flops, moved = ops.flops(node, inputs, outputs), ops.moved_bytes(node, inputs, outputs)
     dtype = compute_dtype(inputs, outputs)

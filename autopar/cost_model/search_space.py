@@ -133,11 +133,11 @@ def _mesh(sizes: tuple[int, ...], cluster: ClusterSpec) -> Mesh:
     return Mesh(axes=tuple(axes))
 
 
-def _promise(mesh: Mesh) -> tuple[int, int, int]:
+def _promise(mesh: Mesh) -> tuple[int, ...]:
     """Smaller is better: heavy axes on fast links first, then as much data parallelism as that leaves."""
     by_name = {axis.name: axis for axis in mesh.axes}
     tp, cp = by_name.get("tp"), by_name.get("cp")
-    return (tp.level if tp else 0, cp.level if cp else 0, tp.size if tp else 1)
+    return (tp.level if tp else 0, cp.level if cp else 0, tp.size if tp else 1, cp.size if cp else 1)
 
 
 def _nothing_left(pins: Mapping[str, int], allowed: Mapping[str, tuple[int, ...]], cluster: ClusterSpec) -> str:

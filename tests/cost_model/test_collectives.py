@@ -1,0 +1,174 @@
+"""Collectives and reshards in closed form."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cost_model.clusters import load_cluster
+from autopar.cost_model.collectives import collective_us, local_bytes, reshard_us, spans
+from autopar.cost_model.model import CostModel
+from autopar.ir.graph import TensorMeta
+from autopar.ir.layout import Layout, P, R, S, parse_layout
+from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.reshard import Collective
+from tests.cost_model.helpers import cluster, mesh
+
+FLAT = cluster((4, 3.0, 100.0))
+FOUR = mesh(FLAT, tp=4)
+NODES = cluster((2, 1.0, 300.0), (2, 5.0, 10.0))
+NETWORK = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
+
+
+def test_one_level_in_closed_form() -> None:
+    # n = 4, α = 3, β = 100, V = 8000
+    price = {c: collective_us(c, 8000, "tp", FOUR, FLAT) for c in Collective}
+    assert price[Collective.ALL_REDUCE] == pytest.approx(138)  # 2·3·3 + 2·¾·8000/100
+    assert price[Collective.ALL_GATHER] == pytest.approx(69)  # 3·3 + ¾·8000/100
+    assert price[Collective.REDUCE_SCATTER] == pytest.approx(69)
+    assert price[Collective.ALL_TO_ALL] == pytest.approx(69)
+    assert price[Collective.SLICE] == pytest.approx(4)  # a piece of 2000 read and written at 1000 bytes/µs
+
+
+def test_axis_across_nodes_is_priced_at_the_slow_level() -> None:
+    """SOL-15: one member per node, intra 300, inter 10, no latency: 30 times."""
+    spec = cluster((2, 0.0, 300.0), (2, 0.0, 10.0))
+    both = mesh(spec, dp=2, tp=2)
+    for collective in NETWORK:
+        outer, inner = (collective_us(collective, 1e6, axis, both, spec) for axis in ("dp", "tp"))
+        assert outer / inner == pytest.approx(30)
+
+
+def test_group_over_two_levels_shares_the_links_of_its_node() -> None:
+    whole = mesh(NODES, dp=4)
+    # inside: 1·1 + ½·1200/300 = 3; between, on the half that each then holds: 1·5 + ½·600/10 = 35
+    assert collective_us(Collective.ALL_GATHER, 1200, "dp", whole, NODES) == pytest.approx(38)
+    assert collective_us(Collective.ALL_REDUCE, 1200, "dp", whole, NODES) == pytest.approx(76)
+    # 300 to one neighbour: 1 + 300/300; 300 to each of two across: 2·(5 + 300/10)
+    assert collective_us(Collective.ALL_TO_ALL, 1200, "dp", whole, NODES) == pytest.approx(72)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis", "members"),
+    [
+        ({"dp": 2, "tp": 8}, "tp", (8,)),
+        ({"dp": 2, "tp": 8}, "dp", (2,)),
+        ({"dp": 8, "tp": 2}, "dp", (4, 2)),
+        ({"dp": 16}, "dp", (8, 2)),
+        ({"dp": 2, "cp": 4, "tp": 2}, "cp", (4,)),
+    ],
+)
+def test_members_by_level(sizes: dict[str, int], axis: str, members: tuple[int, ...]) -> None:
+    spec = cluster((8, 1.0, 300.0), (2, 5.0, 10.0))
+    assert tuple(n for n, _ in spans(axis, mesh(spec, **sizes), spec)) == members
+
+
+def test_an_axis_whose_level_was_set_by_hand_is_priced_there() -> None:
+    by_hand = Mesh(axes=(Axis(name="tp", size=2, level=1),))
+    # 2·1·5 + 2·½·100/10
+    assert collective_us(Collective.ALL_REDUCE, 100, "tp", by_hand, NODES) == pytest.approx(20)
+
+
+def test_group_that_does_not_fill_its_nodes_is_priced_at_the_slow_level() -> None:
+    spec = cluster((8, 1.0, 300.0), (3, 5.0, 10.0))
+    assert [n for n, _ in spans("dp", mesh(spec, dp=12, tp=2), spec)] == [4, 3]
+    assert [(n, link.name) for n, link in spans("tp", mesh(spec, dp=2, tp=12), spec)] == [(12, "level1")]
+
+
+META = TensorMeta((8, 16), "float32")  # 512 bytes
+
+
+def test_reshard_sums_the_planned_steps() -> None:
+    spec = cluster((2, 1.0, 100.0), (2, 5.0, 10.0))
+    both = mesh(spec, dp=2, tp=2)
+
+    def us(before: str, after: str) -> float:
+        return reshard_us(META, parse_layout(before, both), parse_layout(after, both), both, spec)
+
+    assert us("dp:S(0) tp:R", "dp:S(0) tp:R") == 0
+    assert us("dp:S(0) tp:P", "dp:S(0) tp:R") == pytest.approx(4.56)  # 2·1 + 2·½·256/100: tp's whole is dp's piece
+    assert us("dp:S(0) tp:S(1)", "dp:S(0) tp:R") == pytest.approx(2.28)  # 1 + ½·256/100
+    assert us("dp:P tp:R", "dp:R tp:R") == pytest.approx(61.2)  # 2·5 + 2·½·512/10
+    assert us("dp:S(0) tp:S(0)", "dp:R tp:R") == pytest.approx(2.28 + 5 + 25.6)  # tp first, 256; then dp, ½·512/10
+    assert us("dp:R tp:R", "dp:S(0) tp:R") == 0  # a view
+    assert us("dp:R tp:R", "dp:R tp:S(1)") == pytest.approx(0.512)  # a copy: 256 bytes read and written at 1000
+    assert us("dp:R tp:S(0)", "dp:R tp:S(1)") == pytest.approx(2.28)  # 1 + ½·256/100: V is the piece
+
+
+def test_nothing_becomes_a_partial_sum() -> None:
+    assert reshard_us(META, Layout(("tp",), (R,)), Layout(("tp",), (P,)), FOUR, FLAT) == math.inf
+
+
+def test_layout_that_does_not_divide_cannot_be_reached() -> None:
+    odd = TensorMeta((6, 16), "float32")
+    assert reshard_us(odd, Layout(("tp",), (R,)), Layout(("tp",), (S(0),)), FOUR, FLAT) == math.inf
+
+
+def test_slice_of_a_leading_dim_of_one_is_a_view() -> None:
+    row = TensorMeta((1, 16), "float32")
+    assert reshard_us(row, Layout(("tp",), (R,)), Layout(("tp",), (S(1),)), FOUR, FLAT) == 0
+
+
+def test_same_collective_costs_the_same_by_every_route() -> None:
+    """SOL-09: inside an op, as a conversion, from the cache or not."""
+    model = CostModel(NODES, mesh(NODES, dp=2, tp=2))
+    before, after = (parse_layout(text, model.mesh) for text in ("dp:P", "dp:R"))
+    routes = {
+        model.reshard_us(META, before, after),
+        model.reshard_us(META, before, after),
+        model.collective_us(Collective.ALL_REDUCE, META.nbytes, "dp"),
+        collective_us(Collective.ALL_REDUCE, META.nbytes, "dp", model.mesh, NODES),
+        reshard_us(META, before, after, model.mesh, NODES),
+    }
+    assert len(routes) == 1
+
+
+@pytest.mark.parametrize("collective", NETWORK)
+def test_twice_the_bandwidth_halves_the_volume_part(collective: Collective) -> None:
+    fast = cluster((2, 1.0, 600.0), (2, 5.0, 20.0))
+    for sizes in ({"dp": 4}, {"dp": 2, "tp": 2}):
+        slow_mesh, fast_mesh = mesh(NODES, **sizes), mesh(fast, **sizes)
+        latency = collective_us(collective, 0, "dp", slow_mesh, NODES)
+        slow = collective_us(collective, 4096, "dp", slow_mesh, NODES) - latency
+        assert collective_us(collective, 4096, "dp", fast_mesh, fast) - latency == pytest.approx(slow / 2)
+
+
+SIZES = st.integers(0, 10**12)
+RATES = st.floats(1e-1, 1e7)
+
+
+@given(st.sampled_from(list(Collective)), SIZES, SIZES, st.sampled_from([2, 3, 4, 8]))
+def test_more_bytes_are_never_faster(collective: Collective, a: int, b: int, n: int) -> None:
+    spec = cluster((n, 1.0, 300.0), (2, 5.0, 10.0))
+    whole = mesh(spec, dp=2 * n)
+    less, more = (collective_us(collective, v, "dp", whole, spec) for v in sorted((a, b)))
+    assert less <= more
+
+
+@given(st.sampled_from(NETWORK), SIZES, RATES, RATES)
+def test_more_bandwidth_is_never_slower(collective: Collective, nbytes: int, a: float, b: float) -> None:
+    slow, fast = (cluster((4, 1.0, rate)) for rate in sorted((a, b)))
+    assert collective_us(collective, nbytes, "tp", FOUR, fast) <= collective_us(collective, nbytes, "tp", FOUR, slow)
+
+
+@given(st.sampled_from(["R", "P", "S(0)", "S(1)"]), st.sampled_from(["R", "S(0)", "S(1)"]))
+def test_conversions_within_a_node_cost_less_than_between(one: str, other: str) -> None:
+    spec = load_cluster("dgx-h100:2")
+    both = mesh(spec, dp=2, tp=8)
+    meta = TensorMeta((1024, 1024), "float32")
+    inner, outer = (
+        reshard_us(meta, parse_layout(f"{a}:{one}", both), parse_layout(f"{a}:{other}", both), both, spec)
+        for a in ("tp", "dp")
+    )
+    if one in ("P", "S(1)") and other == "R":
+        assert 0 < inner < outer
+    assert inner >= 0 and outer >= 0
+
+
+def test_local_bytes() -> None:
+    both = mesh(NODES, dp=2, tp=2)
+    assert local_bytes(META, parse_layout("dp:S(0) tp:S(1)", both), both) == 128
+    assert local_bytes(META, parse_layout("dp:P", both), both) == 512

@@ -1,0 +1,96 @@
+"""Which meshes are looked at, and what is said when none can be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cost_model.search_space import mesh_candidates
+from autopar.errors import UserError
+from autopar.ir.options import Options
+from tests.cost_model.helpers import cluster
+
+
+def flat(devices: int) -> Any:
+    return cluster((devices, 1.0, 100.0))
+
+
+def shown(devices: int, **options: Any) -> list[str]:
+    return [str(m) for m in mesh_candidates(flat(devices), Options(**options))]
+
+
+def test_every_factorisation_into_dp_and_tp() -> None:
+    assert shown(4) == ["dp=4", "dp=2 × tp=2", "tp=4"]
+    assert shown(6) == ["dp=6", "dp=3 × tp=2", "dp=2 × tp=3", "tp=6"]
+    assert shown(5) == ["dp=5", "tp=5"]
+
+
+def test_one_device_has_no_axes() -> None:
+    assert shown(1) == ["one device"]
+    assert mesh_candidates(flat(1), Options())[0].axes == ()
+
+
+def test_pins() -> None:
+    assert shown(4, pins={"dp": 2}) == ["dp=2 × tp=2"]
+    assert shown(4, pins={"tp": 1}) == ["dp=4"]
+    assert shown(4, pins={"tp": "2"}) == ["dp=2 × tp=2"]
+    assert shown(8, pins={"cp": 2, "tp": 2}) == ["dp=2 × cp=2 × tp=2"]
+    assert shown(4, pins={"free": 4}) == ["free=4"]
+    assert shown(4, pins={"zero": 3, "model.layers.*": "tp:S(0)", "dp": 4}) == ["dp=4"]
+    assert shown(4, pins={"pp": 1, "dp": 4}) == ["dp=4"]
+
+
+def test_search_space() -> None:
+    assert shown(4, search_space={"tensor": (1, 2)}) == ["dp=4", "dp=2 × tp=2"]
+    assert shown(4, search_space={"context": (1, 2), "tensor": (1,)}) == ["dp=4", "dp=2 × cp=2"]
+    assert shown(4, search_space={"pipeline": (1, 2), "data": (4,)}) == ["dp=4"]
+
+
+def test_tensor_axis_inside_a_node_comes_first() -> None:
+    spec = cluster((4, 1.0, 300.0), (2, 5.0, 10.0))
+    meshes = mesh_candidates(spec, Options())
+    assert [str(m) for m in meshes] == ["dp=8", "dp=4 × tp=2", "dp=2 × tp=4", "tp=8"]
+    assert [[a.level for a in m.axes] for m in meshes] == [[1], [1, 0], [1, 0], [1]]
+    heavy = mesh_candidates(spec, Options(pins={"tp": 4}))[0]
+    assert heavy.groups("tp") == ((0, 1, 2, 3), (4, 5, 6, 7))  # each within a node (CLU-15)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pins": {"dp": 2, "tp": 4}}, ["dp=2, tp=4", "8", "has 4 devices"]),
+        ({"pins": {"dp": 1, "tp": 2}}, ["dp=1, tp=2", "multiply to 2", "has 4 devices"]),
+        ({"pins": {"dp": 3}}, ["pin dp=3", "has 4 devices"]),
+        ({"pins": {"tp": 0}}, ["pin tp=0", "whole number of 1 or more"]),
+        ({"pins": {"tp": -2}}, ["pin tp=-2", "whole number of 1 or more"]),
+        ({"pins": {"tp": "two"}}, ["pin tp=two", "whole number of 1 or more"]),
+        ({"pins": {"tp": True}}, ["pin tp=True", "whole number of 1 or more"]),
+        ({"pins": {"ep": 2}}, ["pin ep=2", "no mesh axis 'ep'", "dp, cp, free, tp"]),
+        ({"pins": {"pp": 2}}, ["pin pp=2", "no mesh axis 'pp'"]),
+        ({"pins": {"tp": 4}, "search_space": {"tensor": (1, 2)}}, ["pin tp=4", "tensor=[1, 2]"]),
+        ({"search_space": {"data": (1,), "tensor": (1, 2)}}, ["data=[1]", "tensor=[1, 2]", "4 devices"]),
+        ({"search_space": {"tensor": (0,)}}, ["tensor=[0]", "whole numbers of 1 or more"]),
+        ({"search_space": {"tensor": ()}}, ["tensor=[]"]),
+        ({"search_space": {"pipeline": (2, 4)}}, ["pipeline=[2, 4]", "one stage"]),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        mesh_candidates(flat(4), Options(**options))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.integers(1, 200), st.sampled_from([(), (1, 2), (1, 2, 3)]))
+def test_candidates_use_every_device_once(devices: int, contexts: tuple[int, ...]) -> None:
+    space = {"context": contexts} if contexts else {}
+    meshes = mesh_candidates(flat(devices), Options(search_space=space))
+    assert len(set(meshes)) == len(meshes) >= 1
+    for mesh in meshes:
+        assert math.prod(mesh.shape) == devices
+        assert 1 not in mesh.shape
+        assert list(mesh.names) == [n for n in ("dp", "cp", "free", "tp") if n in mesh.names]
