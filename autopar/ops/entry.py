@@ -1,0 +1,194 @@
+"""What an op's entry in the table says, and small helpers that entries are written with.
+
+An entry is needed only where DTensor has no rule or a wrong one, where the local form of the op differs from the op
+itself, or where its cost isn't "reads its inputs, writes its outputs".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.ir.graph import Node, Ref, TensorMeta
+from autopar.ir.layout import Kind, Layout, Placement, R, S
+from autopar.ir.mesh import Mesh
+from autopar.ir.reshard import Collective
+from autopar.ir.strategy import Rule, Strategy
+
+Metas = tuple[TensorMeta, ...]
+OutMetas = tuple[TensorMeta | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCall:
+    """What a rank runs for one node: `function(*args, **kwargs)` on local tensors.
+
+    `function` is "aten.mm.default" (torch.ops.aten.mm.default) or "local_ops.NAME" (autopar.runtime.local_ops), whose
+    first argument, not in `args`, is the rank's context `rt`. Arguments are nested tuples of literals, `Ref`s and
+    `TorchConst`s; the results are the node's outputs, in order, whole tuple or single tensor as the aten op gives.
+    """
+
+    function: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalContext:
+    """All that a lowering may look at. `inputs` and `outputs` are local metas, `inputs` in the order of `node.refs`."""
+
+    node: Node
+    strategy: Strategy
+    mesh: Mesh
+    inputs: Metas
+    outputs: OutMetas
+
+    def out_axes(self, dim: int, output: int = 0) -> tuple[str, ...]:
+        """Axes that cut a dim of an output, slowest first."""
+        layout = self.strategy.outputs[output]
+        return () if layout is None else layout.axes_of(dim)
+
+    def in_axes(self, dim: int, argument: int = 0) -> tuple[str, ...]:
+        """Axes that cut a dim of a tensor argument, slowest first."""
+        return self.strategy.inputs[argument].axes_of(dim)
+
+    def tagged(self, tag: str) -> tuple[str, ...]:
+        """Axes on which the rule with this tag is used, slowest first."""
+        return tuple(a for a, t in zip(self.mesh.names, self.strategy.tags, strict=True) if t == tag)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Local shape of the first output."""
+        out = self.outputs[0]
+        assert out is not None
+        return out.shape
+
+    def same(self, function: str | None = None) -> LocalCall:
+        """The op itself on the pieces."""
+        return LocalCall(function or self.node.op, self.node.args, self.node.kwargs)
+
+    def with_args(self, changes: Mapping[int | str, Any], function: str | None = None) -> LocalCall:
+        """The op itself with some arguments (by position, or by name if given as keyword) replaced."""
+        args, kwargs = list(self.node.args), dict(self.node.kwargs)
+        for where, value in changes.items():
+            if isinstance(where, str):
+                kwargs[where] = value
+            elif where < len(args):
+                args[where] = value
+        return LocalCall(function or self.node.op, tuple(args), tuple(kwargs.items()))
+
+
+Rules = Callable[[Node, Metas], Iterable[Rule]]
+Lower = Callable[[LocalContext], LocalCall]
+Flops = Callable[[Node, Metas, OutMetas], float]
+Inner = tuple[Collective, str, int]
+InnerCost = Callable[[LocalContext], Iterable[Inner]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpEntry:
+    """One op.
+
+    Attributes:
+        rules: one-axis rules besides all-R, or None to ask DTensor.
+        local: the local form, or None for the op itself on the pieces.
+        flops: on local metas, or None for one per output element.
+        view: moves no bytes.
+        random: draws random numbers.
+        inner: collectives inside the local form, or None for none.
+    """
+
+    rules: Rules | None = None
+    local: Lower | None = None
+    flops: Flops | None = None
+    view: bool = False
+    random: bool = False
+    inner: InnerCost | None = None
+
+
+def arg(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument by position or keyword."""
+    if position < len(node.args):
+        return node.args[position]
+    return dict(node.kwargs).get(name, default)
+
+
+def dim_of(dim: int, ndim: int) -> int:
+    """A dim counted from 0."""
+    return dim + ndim if dim < 0 else dim
+
+
+def dims_of(dims: Any, ndim: int) -> tuple[int, ...]:
+    """Reduced dims counted from 0; None and () mean all."""
+    if dims is None or dims == ():
+        return tuple(range(ndim))
+    if isinstance(dims, int):
+        return (dim_of(dims, ndim),)
+    return tuple(dim_of(d, ndim) for d in dims)
+
+
+def rule(inputs: Iterable[Placement], *outputs: Placement | None, tag: str = "") -> Rule:
+    """`rule((S(0), R), S(0))`: inputs first, as one reads it."""
+    return Rule(outputs, tuple(inputs), tag)
+
+
+def out_shape(node: Node, output: int = 0) -> tuple[int, ...]:
+    """Global shape of an output that isn't None."""
+    value = node.outputs[output]
+    assert value is not None
+    return value.meta.shape
+
+
+def mask_outputs(node: Node, outputs: Iterable[Placement]) -> tuple[Placement | None, ...]:
+    """None where the node's output is None (a backward op's output mask)."""
+    return tuple(None if o is None else p for o, p in zip(node.outputs, outputs, strict=True))
+
+
+def each_out(node: Node, placement: Placement) -> tuple[Placement | None, ...]:
+    """The same placement for every output."""
+    return tuple(None if o is None else placement for o in node.outputs)
+
+
+def all_replicated(node: Node, metas: Metas) -> Rule:
+    """The rule that every op has."""
+    return Rule(each_out(node, R), (R,) * len(metas))
+
+
+def broadcast_cut(shape: tuple[int, ...], out: tuple[int, ...], dim: int) -> Placement:
+    """How an argument that is broadcast to `out` is cut when `out` is cut along `dim`."""
+    own = dim - (len(out) - len(shape))
+    return S(own) if own >= 0 and shape[own] == out[dim] and out[dim] != 1 else R
+
+
+def is_cut(placement: Placement | None) -> bool:
+    """True if sharded."""
+    return placement is not None and placement.kind is Kind.SHARD
+
+
+def ref_positions(node: Node) -> dict[str, int]:
+    """Index into `node.refs` of each tensor argument that is a plain Ref, by its position ("0") or keyword name.
+
+    Refs inside lists take up their places but have no name.
+    """
+    found: dict[str, int] = {}
+    count = 0
+    for where, value in [*((str(i), a) for i, a in enumerate(node.args)), *node.kwargs]:
+        if isinstance(value, Ref):
+            found[where] = count
+        count += _refs_in(value)
+    return found
+
+
+def _refs_in(tree: Any) -> int:
+    if isinstance(tree, Ref):
+        return 1
+    return sum(map(_refs_in, tree)) if isinstance(tree, (tuple, list)) else 0
+
+
+def cut_axes(layout: Layout | None, dims: Iterable[int]) -> tuple[str, ...]:
+    """Axes that cut any of the dims, in mesh order."""
+    if layout is None:
+        return ()
+    wanted = set(dims)
+    return tuple(a for a, p in zip(layout.axes, layout.placements, strict=True) if is_cut(p) and p.dim in wanted)
