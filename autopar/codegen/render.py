@@ -1,0 +1,67 @@
+"""Arguments and layouts as Python text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.errors import CompilerError
+from autopar.ir.graph import Ref, TorchConst
+from autopar.ir.program import Collective, Compute, Local
+from autopar.ir.reshard import Collective as Kind
+
+_MODULES = {"dtype": "torch", "layout": "torch", "memory_format": "torch"}
+
+
+def literal(arg: Any, rename: Mapping[str, str]) -> str:
+    """One argument. CompilerError for what has no text."""
+    match arg:
+        case Ref():
+            return rename.get(arg.name, arg.name)
+        case TorchConst(kind="device"):
+            return "rt.device"
+        case TorchConst():
+            return f"{_MODULES[arg.kind]}.{arg.name}"
+        case tuple() | list():
+            return "[" + ", ".join(literal(a, rename) for a in arg) + "]"
+        case float() if not math.isfinite(arg):
+            return f'float("{arg}")'
+        case None | bool() | int() | float() | complex() | str():
+            return _quoted(arg) if isinstance(arg, str) else repr(arg)
+        case _:
+            raise CompilerError(f"an argument of type {type(arg).__name__} cannot be written as Python: {arg!r}")
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def call(step: Compute, rename: Mapping[str, str]) -> str:
+    """The right-hand side of an op."""
+    first = ["rt"] if step.function.startswith("local_ops.") else []
+    args = [literal(a, rename) for a in step.args]
+    kwargs = [f"{k}={literal(v, rename)}" for k, v in step.kwargs]
+    return f"{step.function}({', '.join([*first, *args, *kwargs])})"
+
+
+def collective(part: Collective, rename: Mapping[str, str]) -> str:
+    """The right-hand side of one step of a conversion."""
+    step = part.step
+    name = rename.get(part.before, part.before)
+    dims = ""
+    if step.collective is Kind.ALL_TO_ALL:
+        dims = f", {step.dim}, {step.to_dim}"
+    elif step.collective is not Kind.ALL_REDUCE:
+        dims = f", {step.dim}"
+    return f'rt.{step.collective.value}({name}, "{step.axis}"{dims})'
+
+
+def shape(local: Local) -> str:
+    """Comment on what a name holds: local shape and layout."""
+    return f"{local.meta} {local.layout}" if local.layout.axes else str(local.meta)
+
+
+def short(path: str, stem: int = 2) -> str:
+    """The last parts of a source path: "models/llama.py:12" of "/usr/lib/…/models/llama.py:12"."""
+    return "/".join(path.split("/")[-stem:])

@@ -1,0 +1,187 @@
+"""One function being lowered: which versions of which values exist, and the steps so far."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from autopar.errors import CompilerError
+from autopar.ir.graph import Graph, TensorMeta
+from autopar.ir.layout import Layout, divides, local_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import CallBlock, Collective, Compute, Convert, Free, Local, Place, Step
+from autopar.ir.reshard import plan_reshard
+
+RESERVED = frozenset(
+    {"rt", "i", "aten", "torch", "prims", "local_ops", "parameters", "buffers", "constants", "inputs", "saved", "tangents",
+     "gradients", "weights", "updates", "outputs", "rank", "_"}
+)  # fmt: skip
+"""Names that the emitted functions use themselves."""
+
+
+@dataclass
+class Names:
+    """Python names of the versions of one graph's values: the same in its forward and its backward."""
+
+    mesh: Mesh
+    metas: dict[str, TensorMeta]
+    _taken: set[str] = field(default_factory=set)
+    _made: dict[str, Layout] = field(default_factory=dict)
+    _locals: dict[tuple[str, Layout], Local] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: Graph, mesh: Mesh) -> Names:
+        """Fresh names for a graph."""
+        metas = {name: value.meta for name, value in graph.values().items()}
+        return cls(mesh=mesh, metas=metas, _taken=set(metas) | RESERVED)
+
+    def made(self, value: str, layout: Layout) -> Local:
+        """The version that the producer makes: it has the value's own name."""
+        self._made[value] = layout
+        name = value
+        if value in RESERVED or keyword.iskeyword(value) or not value.isidentifier():
+            name = self._free("".join(c if c.isalnum() else "_" for c in f"v_{value}"))
+        return self._add(name, value, layout)
+
+    def version(self, value: str, layout: Layout) -> Local:
+        """A version converted from the made one, named by the axes that changed: `x_dpS0`."""
+        found = self._locals.get((value, layout))
+        if found is not None:
+            return found
+        made = self._made[value]
+        pairs = zip(made.axes, made.placements, layout.placements, strict=True)
+        tail = "_".join(f"{axis}{str(new).translate(_PLAIN)}" for axis, old, new in pairs if old != new)
+        return self._add(self._free(f"{value}_{tail}"), value, layout)
+
+    def local_meta(self, value: str, layout: Layout) -> TensorMeta:
+        """Shape of one piece; CompilerError if the layout doesn't divide the value."""
+        meta = self.metas[value]
+        if not divides(layout, meta.shape, self.mesh):
+            raise CompilerError(f"{value}: {meta} cannot be cut as {layout} on mesh {self.mesh}")
+        return TensorMeta(local_shape(meta.shape, layout, self.mesh), meta.dtype)
+
+    def _add(self, name: str, value: str, layout: Layout) -> Local:
+        found = self._locals[(value, layout)] = Local(name, value, layout, self.local_meta(value, layout))
+        return found
+
+    def _free(self, name: str) -> str:
+        while name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        return name
+
+
+_PLAIN = str.maketrans("", "", "()")
+
+
+@dataclass
+class Scope:
+    """The versions at hand in one function, and its steps. `earlier` is the forward's scope in a backward's."""
+
+    names: Names
+    earlier: Scope | None = None
+    steps: list[Step] = field(default_factory=list)
+    made: dict[str, Local] = field(default_factory=dict)
+    versions: dict[tuple[str, Layout], Local] = field(default_factory=dict)
+    saved: dict[str, Local] = field(default_factory=dict)
+
+    def make(self, value: str, layout: Layout) -> Local:
+        """A value comes to be here, in this layout."""
+        local = self.names.made(value, layout)
+        self.made[value] = local
+        self.versions[(value, layout)] = local
+        return local
+
+    def fetch(self, value: str, layout: Layout, place: Place) -> Local:
+        """The version in `layout`: at hand, saved by the forward, or converted now from the made layout."""
+        found = self.versions.get((value, layout))
+        if found is not None:
+            return found
+        if value not in self.made:
+            found = self._saved(value, layout)
+            if found.layout == layout:
+                return found
+        made = self.made[value]
+        after = self.names.version(value, layout)
+        self.steps.append(conversion(made, after, self.names, place))
+        self.versions[(value, layout)] = after
+        return after
+
+    def _saved(self, value: str, layout: Layout) -> Local:
+        """Ask the forward for `layout` if it has it, else for the made version."""
+        if self.earlier is None or value not in self.earlier.made:
+            raise CompilerError(f"{value} is read before it is made")
+        made = self.earlier.made[value]
+        found = self.earlier.versions.get((value, layout))
+        if found is None:
+            found = self.made[value] = made
+        self.saved[found.name] = found
+        self.versions[(value, found.layout)] = found
+        return found
+
+
+def conversion(before: Local, after: Local, names: Names, place: Place) -> Convert:
+    """The steps from one version to another. All go by the name of the last."""
+    path = plan_reshard(before.layout, after.layout)
+    if path is None:
+        raise CompilerError(f"{before.value}: nothing turns {before.layout} into {after.layout} (for {place.key})")
+    steps, at = [], before.name
+    for step in path:
+        meta = names.local_meta(before.value, step.after)
+        steps.append(Collective(step=step, before=at, after=replace(after, layout=step.after, meta=meta)))
+        at = after.name
+    return Convert(before=before, after=after, steps=tuple(steps), place=place)
+
+
+def reads(step: Step) -> tuple[str, ...]:
+    """Names that a step reads. A block's parameters are not among them."""
+    match step:
+        case Compute() | CallBlock():
+            return tuple(i.name for i in step.inputs)
+        case Convert():
+            return (step.before.name,)
+        case Free():
+            return ()
+
+
+def writes(step: Step) -> tuple[str, ...]:
+    """Names that a step makes."""
+    match step:
+        case Compute():
+            return tuple(o.name for o in step.outputs if o is not None)
+        case CallBlock():
+            return tuple(o.name for o in (*step.outputs, *step.gradients) if o is not None)
+        case Convert():
+            return (step.after.name,)
+        case Free():
+            return ()
+
+
+def with_frees(steps: Iterable[Step], keep: set[str], held: Iterable[str] = ()) -> tuple[Step, ...]:
+    """The steps with a Free after each name's last read. `keep` is what leaves; `held` what is at hand from the start and
+    may be freed. Outputs that nothing reads become None."""
+    listed = list(steps)
+    last: dict[str, int] = {}
+    for i, step in enumerate(listed):
+        last.update(dict.fromkeys(reads(step), i))
+    mine = {name for step in listed for name in writes(step)} | set(held)
+    found: list[Step] = []
+    for i, step in enumerate(listed):
+        found.append(_without_unread(step, last, keep))
+        done = tuple(n for n in dict.fromkeys(reads(step)) if last[n] == i and n in mine and n not in keep)
+        if done:
+            found.append(Free(done))
+    return tuple(found)
+
+
+def _without_unread(step: Step, last: dict[str, int], keep: set[str]) -> Step:
+    if not isinstance(step, (Compute, CallBlock)):
+        return step
+
+    def live(local: Local | None) -> Local | None:
+        return local if local is not None and (local.name in last or local.name in keep) else None
+
+    if isinstance(step, Compute):
+        return replace(step, outputs=tuple(map(live, step.outputs)))
+    return replace(step, outputs=tuple(map(live, step.outputs)), gradients=tuple(map(live, step.gradients)))

@@ -1,0 +1,81 @@
+"""The tables of an emitted module: names with layouts, and which parameters each instance of a block takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from autopar.ir.layout import Layout
+from autopar.ir.program import Program
+
+
+def stem(key: str) -> str:
+    """A block's key as a part of names."""
+    plain = "".join(c if c.isalnum() else "_" for c in key)
+    return plain if plain[:1].isalpha() else f"block_{plain}"
+
+
+def saved_name(key: str) -> str:
+    """The list of what each instance saved."""
+    return f"{stem(key)}_saved"
+
+
+def rows_name(key: str) -> str:
+    """The table of the parameters' positions."""
+    return f"{stem(key).upper()}_PARAMETERS"
+
+
+def pattern(instances: Sequence[str]) -> str:
+    """ "model.layers.*" of "model.layers.0", "model.layers.1"."""
+    rows = [name.split(".") for name in instances]
+    if len({len(r) for r in rows}) != 1:
+        return instances[0]
+    return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*rows, strict=True))
+
+
+def head_rows(program: Program) -> Iterable[str]:
+    """Constants above the functions."""
+    axes = "".join(f'("{a.name}", {a.size}), ' for a in program.mesh.axes).rstrip()
+    yield ""
+    yield f"AXES = ({axes})"
+    yield from _layouts("INPUTS", program.inputs)
+    yield from _layouts("OUTPUTS", program.outputs)
+    yield from _layouts("TANGENTS", program.tangents)
+    for key, instances in program.calls.items():
+        yield f"{rows_name(key)} = {_rows(program.block_parameters[key])}"
+        yield f"{stem(key).upper()}_INSTANCES = {_instances(instances)}"
+
+
+def parameter_rows(program: Program) -> Iterable[str]:
+    """Constants below the functions: long in large models."""
+    yield from _layouts("PARAMETERS", program.parameters)
+    yield from _layouts("BUFFERS", program.buffers)
+    yield from _layouts("CONSTANTS", program.constants)
+    yield "UPDATES = (" + "".join(f'"{name}", ' for name in program.updates).rstrip() + ")"
+
+
+def _layouts(name: str, layouts: Mapping[str, Layout]) -> Iterable[str]:
+    if not layouts:
+        yield f"{name} = {{}}"
+        return
+    yield f"{name} = {{"
+    for key, layout in layouts.items():
+        yield f'    "{key}": "{layout}",'
+    yield "}"
+
+
+def _rows(rows: Sequence[tuple[int, ...]]) -> str:
+    """Rows of positions; as one expression where they are consecutive and equally far apart."""
+    if rows and rows[0] and all(r == tuple(range(r[0], r[0] + len(r))) for r in rows):
+        size, first = len(rows[0]), rows[0][0]
+        step = rows[1][0] - first if len(rows) > 1 else size
+        if all(len(r) == size and r[0] == first + step * k for k, r in enumerate(rows)):
+            return f"[range({first} + {step} * i, {first + size} + {step} * i) for i in range({len(rows)})]"
+    return "[" + ", ".join(str(list(r)) for r in rows) + "]"
+
+
+def _instances(names: Sequence[str]) -> str:
+    """Module paths; as one expression where only a count differs."""
+    text = pattern(names)
+    if text.count("*") == 1 and all(n == text.replace("*", str(k)) for k, n in enumerate(names)):
+        return f'[f"{text.replace("*", "{i}")}" for i in range({len(names)})]'
+    return "[" + ", ".join(f'"{n}"' for n in names) + "]"

@@ -1,0 +1,1 @@
+"""Runs emitted source: ranks, collectives, parameters, the compiled module."""

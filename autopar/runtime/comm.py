@@ -1,0 +1,179 @@
+"""What emitted code asks of its rank: neighbours along mesh axes, its own place, its device.
+
+Every collective takes a contiguous or strided tensor and returns a new contiguous one, or its input where nothing is to do.
+An axis is a name, or a tuple of names, slowest first, where a dim is cut by several.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.reshard import Collective, plan_reshard
+
+Axis = str | tuple[str, ...]
+
+
+class Communicator(ABC):
+    """`rt` in emitted code: one rank's place in the mesh and its way to the others.
+
+    Attributes:
+        mesh, rank, device.
+        seed, step: what random ops draw from, together with their key and global positions.
+        instance: module path of the block instance that runs now, "" outside blocks.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
+        self.mesh = mesh
+        self.rank = rank
+        self.device = device
+        self.seed = 0
+        self.step = 0
+        self.instance = ""
+
+    @abstractmethod
+    def _reduce(self, x: Tensor, axis: str, largest: bool) -> Tensor:
+        """Elementwise sum (or maximum) over the axis, in a new tensor. The axis has 2 or more."""
+
+    @abstractmethod
+    def _gather(self, x: Tensor, axis: str) -> Tensor:
+        """[n, *x.shape] of the n ranks' contiguous x."""
+
+    @abstractmethod
+    def _scatter(self, x: Tensor, axis: str) -> Tensor:
+        """x: [n, *shape], contiguous -> the sum over the axis of each rank's x[own index]."""
+
+    @abstractmethod
+    def _exchange(self, x: Tensor, axis: str) -> Tensor:
+        """x: [n, *shape], contiguous -> [n, *shape] in which row j is x[own index] of rank j."""
+
+    def size(self, axis: Axis) -> int:
+        """Number of ranks along an axis."""
+        n = 1
+        for name in _names(axis):
+            n *= self.mesh.axis(name).size
+        return n
+
+    def index(self, axis: Axis) -> int:
+        """This rank's position along an axis."""
+        at = 0
+        for name in _names(axis):
+            at = at * self.mesh.axis(name).size + self.mesh.index(self.rank, name)
+        return at
+
+    def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
+        """Sum over the axis."""
+        return self._reduced(x, axis, largest=False)
+
+    def all_reduce_max(self, x: Tensor, axis: Axis) -> Tensor:
+        """Maximum over the axis."""
+        return self._reduced(x, axis, largest=True)
+
+    def _reduced(self, x: Tensor, axis: Axis, largest: bool) -> Tensor:
+        x = x.contiguous()
+        for name in reversed(_names(axis)):
+            if self.size(name) > 1:
+                x = self._reduce(x, name, largest)
+        return x
+
+    def all_gather(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        """The pieces along the axis joined in dim `dim`."""
+        x = x.contiguous()
+        for name in reversed(_names(axis)):
+            if self.size(name) > 1:
+                x = _join(self._gather(x, name), dim)
+        return x
+
+    def reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        """This rank's piece in dim `dim` of the sum over the axis."""
+        for name in _names(axis):
+            if self.size(name) > 1:
+                x = self._scatter(_split(x, dim, self.size(name)), name)
+        return x.contiguous()
+
+    def all_to_all(self, x: Tensor, axis: Axis, dim_whole_after: int, dim_cut_after: int) -> Tensor:
+        """From a piece cut in `dim_whole_after` to a piece cut in `dim_cut_after`."""
+        names = _names(axis)
+        if len(names) > 1:
+            return self.slice(self.all_gather(x, names, dim_whole_after), names, dim_cut_after)
+        if self.size(axis) == 1:
+            return x.contiguous()
+        return _join(self._exchange(_split(x, dim_cut_after, self.size(axis)), names[0]), dim_whole_after)
+
+    def slice(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        """This rank's piece in dim `dim`, without communication; its own memory, so that the whole can go."""
+        n = self.size(axis)
+        if n == 1:
+            return x.contiguous()
+        piece = x.shape[dim] // n
+        part = x.narrow(dim, self.index(axis) * piece, piece)
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def convert(self, x: Tensor, before: Layout, after: Layout) -> Tensor:
+        """From one layout to another, by the same steps that emitted code takes. ValueError if there are none."""
+        steps = plan_reshard(before, after)
+        if steps is None:
+            raise ValueError(f"nothing turns {before} into {after}")
+        for step in steps:
+            match step.collective:
+                case Collective.ALL_REDUCE:
+                    x = self.all_reduce(x, step.axis)
+                case Collective.ALL_TO_ALL:
+                    x = self.all_to_all(x, step.axis, step.dim, step.to_dim)
+                case Collective.ALL_GATHER:
+                    x = self.all_gather(x, step.axis, step.dim)
+                case Collective.REDUCE_SCATTER:
+                    x = self.reduce_scatter(x, step.axis, step.dim)
+                case Collective.SLICE:
+                    x = self.slice(x, step.axis, step.dim)
+        return x
+
+    def barrier(self) -> None:
+        """Wait until all ranks of the mesh are here."""
+        token = torch.zeros(1, device=self.device)
+        for axis in self.mesh.axes:
+            token = self.all_reduce(token, axis.name)
+
+
+class Alone(Communicator):
+    """A mesh of one device: nobody to talk to, no process group."""
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        if mesh.size != 1:
+            raise ValueError(f"mesh {mesh} has {mesh.size} devices; wanted 1")
+        super().__init__(mesh, 0, device)
+
+    def _reduce(self, x: Tensor, axis: str, largest: bool) -> Tensor:
+        raise AssertionError("one device reduces nothing")
+
+    def _gather(self, x: Tensor, axis: str) -> Tensor:
+        raise AssertionError("one device gathers nothing")
+
+    def _scatter(self, x: Tensor, axis: str) -> Tensor:
+        raise AssertionError("one device scatters nothing")
+
+    def _exchange(self, x: Tensor, axis: str) -> Tensor:
+        raise AssertionError("one device exchanges nothing")
+
+
+def _names(axis: Axis) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else axis
+
+
+def _join(parts: Tensor, dim: int) -> Tensor:
+    """[n, ...] -> the n rows joined in dim `dim`, contiguous. `dim` may be negative."""
+    dim %= parts.ndim - 1
+    if dim == 0:
+        return parts.flatten(0, 1)
+    return torch.cat(parts.unbind(0), dim)
+
+
+def _split(x: Tensor, dim: int, n: int) -> Tensor:
+    """x -> [n, ...]: the n pieces in dim `dim`, contiguous. ValueError if the dim doesn't divide."""
+    if x.shape[dim] % n:
+        raise ValueError(f"dim {dim} of {tuple(x.shape)} does not divide by {n}")
+    return torch.stack(x.chunk(n, dim)) if dim % x.ndim else x.contiguous().unflatten(0, (n, x.shape[0] // n))

@@ -1,0 +1,96 @@
+"""Ranks as processes: torch.distributed, gloo on CPU and NCCL on GPUs; one process group per mesh axis.
+
+gloo of torch 2.13 carries every collective used here for float64, float32, bfloat16, float16, int64, int32, int8, uint8 and
+bool at 2, 3 and 4 ranks (checked by tests/runtime/test_groups.py). Nothing is emulated (`EMULATED` would list it).
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.errors import PlanError
+from autopar.ir.mesh import Mesh
+from autopar.runtime.comm import Communicator
+
+EMULATED: frozenset[str] = frozenset()
+"""Collectives that a backend lacks and that are made of others here, as "backend/collective"."""
+
+GROUP_TIMEOUT_S = 1800.0
+"""How long a collective waits for a rank that is alive. A rank that dies ends the others at once (gloo) or is ended by
+torchrun or `launch`. AUTOPAR_GROUP_TIMEOUT_S sets another."""
+
+
+class GroupCommunicator(Communicator):
+    """`rt` of one process. `device_mesh` is the same mesh as torch knows it, for DTensors."""
+
+    def __init__(self, mesh: Mesh, device: torch.device, device_mesh: DeviceMesh) -> None:
+        super().__init__(mesh, dist.get_rank(), device)
+        self.device_mesh = device_mesh
+        self._groups: dict[str, Any] = {name: device_mesh.get_group(name) for name in mesh.names}
+
+    def _reduce(self, x: Tensor, axis: str, largest: bool) -> Tensor:
+        out = x.clone()
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        dist.all_reduce(_real(out), op=op, group=self._groups[axis])
+        return out
+
+    def _gather(self, x: Tensor, axis: str) -> Tensor:
+        n = self.size(axis)
+        out = torch.empty((n, *x.shape), dtype=x.dtype, device=x.device)
+        dist.all_gather_into_tensor(_real(out).view(-1), _real(x).reshape(-1), group=self._groups[axis])
+        return out
+
+    def _scatter(self, x: Tensor, axis: str) -> Tensor:
+        out = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
+        dist.reduce_scatter_tensor(_real(out).reshape(-1), _real(x).reshape(-1), group=self._groups[axis])
+        return out
+
+    def _exchange(self, x: Tensor, axis: str) -> Tensor:
+        out = torch.empty_like(x)
+        dist.all_to_all_single(_real(out).view(-1), _real(x).reshape(-1), group=self._groups[axis])
+        return out
+
+
+def _real(x: Tensor) -> Tensor:
+    """Complex numbers travel as pairs."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def init_ranks(backend: str | None = None) -> None:
+    """Start the default process group from the environment (torchrun's, SLURM's, `launch`'s) unless there is one."""
+    if dist.is_initialized():
+        return
+    seconds = float(os.environ.get("AUTOPAR_GROUP_TIMEOUT_S", GROUP_TIMEOUT_S))
+    backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+
+
+def communicator(mesh: Mesh, device_type: str | None = None) -> GroupCommunicator:
+    """`rt` of this process on `mesh`; collective. The default process group must have as many ranks as the mesh.
+
+    Raises:
+        PlanError: there is no process group, or it has another number of ranks.
+    """
+    if not dist.is_initialized():
+        raise PlanError(
+            f"the plan is for {mesh.size} ranks, and no process group is there; start the script with "
+            f"torchrun --nproc-per-node {mesh.size}, or autopar.launch(train, ranks={mesh.size})"
+        )
+    if dist.get_world_size() != mesh.size:
+        raise PlanError(
+            f"the plan is for {mesh.size} ranks ({mesh}), this run has {dist.get_world_size()}; search again or start "
+            f"{mesh.size} ranks"
+        )
+    kind = device_type or ("cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu")
+    device_mesh = init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.names)
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    return GroupCommunicator(mesh, device, device_mesh)

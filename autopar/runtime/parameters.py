@@ -1,0 +1,232 @@
+"""A model's parameters and buffers as this rank holds them: local pieces under the original names and modules.
+
+The tree of modules is rebuilt with the same names and order, so `state_dict()` has the model's own keys in its own order,
+and names of tied weights give the same Parameter object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from autopar.errors import PlanError, UserError
+from autopar.ir.layout import Kind, Layout, local_shape, parse_layout, replicated
+from autopar.ir.mesh import Mesh
+from autopar.runtime.comm import Communicator
+from autopar.runtime.groups import GroupCommunicator
+
+
+class Holder(nn.Module):
+    """Stands where a submodule of the model stood; only holds its parameters and buffers."""
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """A compiled model runs as a whole."""
+        raise UserError("a submodule of a compiled model cannot be called: call the compiled module itself")
+
+
+def placements(layout: Layout) -> tuple[TorchPlacement, ...]:
+    """The layout as DTensor writes it."""
+    kinds: list[TorchPlacement] = []
+    for p in layout.placements:
+        kinds.append(Shard(p.dim) if p.kind is Kind.SHARD else Replicate() if p.kind is Kind.REPLICATE else Partial())
+    return tuple(kinds)
+
+
+def wrap(local: Tensor, shape: tuple[int, ...], layout: Layout, rt: Communicator) -> Tensor:
+    """This rank's piece as a DTensor; as it is where there is one device, or where ranks are threads."""
+    if not isinstance(rt, GroupCommunicator):
+        return local
+    return DTensor.from_local(
+        local, rt.device_mesh, placements(layout), run_check=False, shape=torch.Size(shape), stride=_stride(shape)
+    )
+
+
+def unwrap(tensor: Tensor) -> Tensor:
+    """This rank's piece of a parameter."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    found, step = [], 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(found))
+
+
+def cut(whole: Tensor, layout: Layout, mesh: Mesh, rank: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """This rank's piece in its own contiguous memory. Reads no more of `whole` than the piece."""
+    at = mesh.coordinate(rank)
+    for axis, place, index in zip(mesh.axes, layout.placements, at, strict=True):
+        if place.kind is Kind.SHARD:
+            size = whole.shape[place.dim] // axis.size
+            whole = whole.narrow(place.dim, index * size, size)
+    piece = torch.empty(whole.shape, dtype=dtype, device=device)
+    return piece.copy_(whole.detach())
+
+
+class Weights:
+    """The parameters and buffers of one compiled module on one rank.
+
+    `layouts`: every parameter's storage layout by its first name. `unloaded`: names that have no values yet.
+    """
+
+    def __init__(self, root: nn.Module, model: nn.Module, layouts: Mapping[str, Layout], rt: Communicator) -> None:
+        self.root = root
+        self.rt = rt
+        self.layouts = dict(layouts)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self.first: dict[str, str] = {}
+        self.unloaded: set[str] = set()
+        self._build(model)
+
+    def _build(self, model: nn.Module) -> None:
+        """Copy the model's tree with local pieces. A shared submodule is one Holder under all its names."""
+        holders: dict[int, nn.Module] = {id(model): self.root}
+        seen: dict[int, str] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            new = holders.get(id(module))
+            if new is None:
+                new = holders[id(module)] = Holder()
+                new.training = module.training
+            parent, _, name = path.rpartition(".")
+            if path:
+                holders[id(model.get_submodule(parent))]._modules[name] = new
+            for own, parameter in module._parameters.items():
+                new._parameters[own] = None if parameter is None else self._parameter(path, own, parameter, seen)
+            for own, buffer in module._buffers.items():
+                new._buffers[own] = None if buffer is None else self._buffer(path, own, buffer, seen)
+            new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+
+    def _parameter(self, path: str, own: str, parameter: nn.Parameter, seen: dict[int, str]) -> nn.Parameter:
+        name = f"{path}.{own}" if path else own
+        first = self.first[name] = seen.setdefault(id(parameter), name)
+        if first in self.parameters:
+            return self.parameters[first]
+        layout = self.layouts.setdefault(first, replicated(self.rt.mesh))
+        shape = self.shapes[first] = tuple(parameter.shape)
+        if parameter.is_meta:
+            piece = torch.empty(local_shape(shape, layout, self.rt.mesh), dtype=parameter.dtype, device=self.rt.device)
+            self.unloaded.add(first)
+        else:
+            piece = cut(parameter, layout, self.rt.mesh, self.rt.rank, self.rt.device, parameter.dtype)
+        new = nn.Parameter(wrap(piece, shape, layout, self.rt), requires_grad=parameter.requires_grad)
+        self.parameters[first] = new
+        return new
+
+    def _buffer(self, path: str, own: str, buffer: Tensor, seen: dict[int, str]) -> Tensor:
+        name = f"{path}.{own}" if path else own
+        first = self.first[name] = seen.setdefault(id(buffer), name)
+        if first not in self.buffers:
+            if buffer.is_meta:
+                self.unloaded.add(first)
+                self.buffers[first] = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.rt.device)
+            else:
+                self.buffers[first] = buffer.detach().to(self.rt.device, copy=True).contiguous()
+        return self.buffers[first]
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state as plain tensors, on every rank, under the model's own keys in its order. Collective."""
+        whole = replicated(self.rt.mesh)
+        full: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
+        for key in self.root.state_dict():
+            first = self.first[key]
+            if first not in full:
+                if first in self.parameters:
+                    piece = unwrap(self.parameters[first].detach())
+                    joined = self.rt.convert(piece, self.layouts[first], whole)
+                    full[first] = joined.clone() if joined.data_ptr() == piece.data_ptr() else joined
+                else:
+                    full[first] = self.buffers[first].clone()
+            found[key] = full[first]
+        return found
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Take this rank's pieces of a plain state dict. UserError naming missing, unexpected and misshapen keys."""
+        self.load(lambda key: state[key], state.keys(), strict=strict)
+
+    def load_safetensors(self, paths: Path | str | list[Path | str], *, strict: bool = True) -> None:
+        """Take this rank's pieces from safetensors files, one tensor at a time, reading only the rows it needs."""
+        from safetensors import safe_open
+
+        listed = paths if isinstance(paths, list) else [paths]
+        files = [safe_open(str(p), framework="pt") for p in listed]
+        where = {key: file for file in files for key in file.keys()}  # noqa: SIM118
+        self.load(lambda key: _Slice(where[key], key), where.keys(), strict=strict)
+
+    def load(self, get: Callable[[str], Tensor | _Slice], given: Iterator[str] | object, *, strict: bool) -> None:
+        """Fill parameters and persistent buffers by name."""
+        keys = list(self.root.state_dict())
+        names = set(given)  # type: ignore[call-overload]
+        loaded = {self.first[k] for k in keys if k in names}
+        missing = [k for k in keys if k not in names and (strict and self.first[k] not in loaded)]
+        extra = sorted(names - set(keys))
+        if strict and (missing or extra):
+            raise UserError(
+                f"state does not fit the model: missing {missing[:5] or 'none'}, unexpected {extra[:5] or 'none'}"
+            )
+        for key in keys:
+            if key in names:
+                self._fill(key, get(key))
+
+    def _fill(self, key: str, given: Tensor | _Slice) -> None:
+        first = self.first[key]
+        target = self.parameters.get(first)
+        shape = self.shapes[first] if target is not None else tuple(self.buffers[first].shape)
+        if tuple(given.shape) != shape:
+            raise UserError(f"state does not fit the model: {key} has shape {tuple(given.shape)}, wanted {shape}")
+        layout = self.layouts[first] if target is not None else replicated(self.rt.mesh)
+        here = unwrap(target.detach()) if target is not None else self.buffers[first]
+        if isinstance(given, _Slice):
+            given = given.piece(layout, self.rt.mesh, self.rt.rank)
+            layout = replicated(self.rt.mesh)
+        with torch.no_grad():
+            here.copy_(cut(given, layout, self.rt.mesh, self.rt.rank, here.device, here.dtype))
+        self.unloaded.discard(first)
+
+    def require_loaded(self) -> None:
+        """UserError if weights still wait for values."""
+        if self.unloaded:
+            raise UserError(
+                f"{len(self.unloaded)} tensors have no values yet (first: {min(self.unloaded)}): the model was on the meta "
+                "device; call load_full_state_dict(...) or load_safetensors(...) first"
+            )
+
+
+class _Slice:
+    """A tensor in a safetensors file, read by rows."""
+
+    def __init__(self, file: object, key: str) -> None:
+        self._slice = file.get_slice(key)  # type: ignore[attr-defined]
+        self.shape: tuple[int, ...] = tuple(self._slice.get_shape())
+
+    def piece(self, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
+        """This rank's piece."""
+        if not self.shape:
+            whole: Tensor = self._slice[...]
+            return whole
+        start = [0] * len(self.shape)
+        size = list(self.shape)
+        for axis, place, at in zip(mesh.axes, layout.placements, mesh.coordinate(rank), strict=True):
+            if place.kind is Kind.SHARD:
+                size[place.dim] //= axis.size
+                start[place.dim] += at * size[place.dim]
+        found: Tensor = self._slice[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+        return found
+
+
+def storage_layouts(names: Mapping[str, str], mesh: Mesh) -> dict[str, Layout]:
+    """Layouts by parameter name, from their text. PlanError if a parameter would be stored as a sum."""
+    found = {name: parse_layout(text, mesh) for name, text in names.items()}
+    for name, layout in found.items():
+        if layout.partial:
+            raise PlanError(f"plan stores parameter {name} as {layout}: a parameter cannot be stored as a sum")
+    return found

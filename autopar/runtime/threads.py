@@ -1,0 +1,154 @@
+"""Ranks as threads of one process: the same emitted code without process groups, for tests and `autopar verify`.
+
+Sums are made in rank order, so a run repeats exactly. A rank that fails breaks the others' waits, so all end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from autopar.errors import RankError
+from autopar.ir.mesh import Axis, Mesh
+from autopar.runtime.comm import Communicator
+
+T = TypeVar("T")
+
+
+class _Meeting:
+    """Where the ranks of one group hand each other tensors."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.barrier = threading.Barrier(size)
+        self._slots: list[Tensor | None] = [None] * size
+
+    def swap(self, at: int, x: Tensor, take: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """Put x in; when all have, take what is wanted; go on when all have taken."""
+        self._slots[at] = x
+        self.barrier.wait(self._timeout_s)
+        all_ = [s for s in self._slots if s is not None]
+        self._check(all_)
+        result = take(all_)
+        self.barrier.wait(self._timeout_s)
+        return result
+
+    def _check(self, all_: list[Tensor]) -> None:
+        seen = {(tuple(t.shape), t.dtype) for t in all_}
+        if len(seen) > 1:
+            raise ValueError(f"ranks meet in one collective with different tensors: {sorted(map(str, seen))}")
+
+
+class ThreadWorld:
+    """A mesh of threads. `communicator(rank)` is the `rt` of one of them."""
+
+    def __init__(self, mesh: Mesh, timeout_s: float = 60.0) -> None:
+        self.mesh = mesh
+        self._meetings = {
+            (axis.name, group): _Meeting(len(group), timeout_s)
+            for axis in mesh.axes
+            for group in mesh.groups(axis.name)
+        }
+
+    def communicator(self, rank: int) -> ThreadCommunicator:
+        """`rt` of one rank."""
+        mine = {axis: meeting for (axis, group), meeting in self._meetings.items() if rank in group}
+        return ThreadCommunicator(self.mesh, rank, mine)
+
+    def abort(self) -> None:
+        """Break every wait, now and later."""
+        for meeting in self._meetings.values():
+            meeting.barrier.abort()
+
+
+class ThreadCommunicator(Communicator):
+    """`rt` of one thread."""
+
+    def __init__(self, mesh: Mesh, rank: int, meetings: dict[str, _Meeting]) -> None:
+        super().__init__(mesh, rank, torch.device("cpu"))
+        self._meetings = meetings
+
+    def _swap(self, x: Tensor, axis: str, take: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        return self._meetings[axis].swap(self.index(axis), x, take)
+
+    def _reduce(self, x: Tensor, axis: str, largest: bool) -> Tensor:
+        return self._swap(x, axis, _largest if largest else _sum)
+
+    def _gather(self, x: Tensor, axis: str) -> Tensor:
+        return self._swap(x, axis, torch.stack)
+
+    def _scatter(self, x: Tensor, axis: str) -> Tensor:
+        at = self.index(axis)
+        return self._swap(x, axis, lambda all_: _sum([t[at] for t in all_]))
+
+    def _exchange(self, x: Tensor, axis: str) -> Tensor:
+        at = self.index(axis)
+        return self._swap(x, axis, lambda all_: torch.stack([t[at] for t in all_]))
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _largest(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).amax(0)
+
+
+def run_threads(mesh: Mesh | int, fn: Callable[[ThreadCommunicator], T], *, timeout_s: float = 120.0) -> list[T]:
+    """`fn(rt)` on each rank of a mesh of threads (an int: one axis "dp"); their results in rank order.
+
+    Raises:
+        RankError: a rank raised (named, with its message; `__cause__` is its exception) or did not end in `timeout_s`.
+    """
+    world = ThreadWorld(mesh if isinstance(mesh, Mesh) else _line(mesh), timeout_s)
+    n = world.mesh.size
+    results: list[list[T]] = [[] for _ in range(n)]
+    failures: list[tuple[int, BaseException]] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank].append(fn(world.communicator(rank)))
+        except BaseException as error:
+            failures.append((rank, error))
+            world.abort()
+
+    threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    late = [r for r, t in enumerate(threads) if t.is_alive()]
+    if late:
+        world.abort()
+    _raise_first(failures, n)
+    if late:
+        raise RankError(f"ranks {late} of {n} did not end in {timeout_s:g} s")
+    return [r[0] for r in results]
+
+
+def _line(n: int) -> Mesh:
+    return Mesh(axes=(Axis(name="dp", size=n),))
+
+
+def _raise_first(failures: list[tuple[int, BaseException]], n: int) -> None:
+    """The failure that came first; broken waits follow from it."""
+    own = [f for f in failures if not _is_broken(f[1])] or failures
+    if own:
+        rank, error = own[0]
+        message = str(error) or type(error).__name__
+        raise RankError(f"rank {rank} of {n} failed: {type(error).__name__}: {message}") from error
+
+
+def _is_broken(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, threading.BrokenBarrierError):
+            return True
+        error = error.__cause__
+    return False
