@@ -1,0 +1,7 @@
+"""What does the model compute: model, example inputs -> `CapturedGraph`."""
+
+from autopar.tracer.capture import capture
+from autopar.tracer.check import check_graph
+from autopar.tracer.interpret import interpret
+
+__all__ = ["capture", "check_graph", "interpret"]

@@ -1,0 +1,189 @@
+"""model, example inputs -> `CapturedGraph`: the pipeline of this room, read top to bottom.
+
+fake forward (records ops, finds what cannot be captured) -> choose repeated blocks -> joint graph of each distinct block
+-> joint graph of the top level, in which each block is one op -> check
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.errors import CaptureError
+from autopar.ir.graph import BufferInfo, CapturedGraph, InputKind, ParameterInfo, TensorMeta
+from autopar.ir.options import Options
+from autopar.tracer.blocks import CapturedBlock, capture_blocks, run_block
+from autopar.tracer.check import check_graph
+from autopar.tracer.choose import choose_blocks
+from autopar.tracer.convert import Argument, Converter
+from autopar.tracer.joint import Position, trace
+from autopar.tracer.leaf_ops import shapes_known
+from autopar.tracer.record import Record, record_forward
+from autopar.tracer.refuse import readable_errors
+from autopar.tracer.rig import Rig, attributes_kept, cast, refuse_changes, routed
+from autopar.tracer.signature import Inputs, call_signature, captured_dtype, dtype_name, read_inputs, read_outputs
+from autopar.tracer.torch_private import capture_flags, enable_python_dispatcher
+
+Notes = tuple[tuple[str, str, str], ...]
+
+
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, options: Options, model_name: str | None = None
+) -> CapturedGraph:
+    """The joint forward-and-backward graph of `model(*args, **kwargs)`. No weight is allocated; the model is unchanged after.
+
+    Args:
+        model: parameters may be on the meta device; its training flags decide what is captured.
+        args, kwargs: example inputs; tensors may be on any device, meta too.
+        options: `precision`, `differentiable` and `fold_blocks` are used here.
+        model_name: for people; the model's class name by default.
+
+    Raises:
+        CaptureError: the model does what cannot be captured; the message has its file, line, and what to do.
+    """
+    inputs = read_inputs(model, args, kwargs, options.precision)
+    rig = Rig(model, options.precision)
+    changes: list[str] = []
+    with capture_flags():
+        with attributes_kept(model, changes), readable_errors():
+            record = record_forward(rig, inputs)
+        refuse_changes(changes)
+        outputs = _choose_outputs(record, options)
+        with attributes_kept(model, []), readable_errors():
+            chosen = choose_blocks(record, rig) if options.fold_blocks else ()
+            blocks = capture_blocks(chosen, record, rig)
+            captured = _capture_top(rig, inputs, record, outputs, blocks, model_name or type(model).__name__, options)
+    check_graph(captured)
+    return captured
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Which of the result's tensors are differentiated, and notes on those that are not though they could be."""
+
+    differentiable: tuple[bool, ...]
+    notes: Notes
+
+
+def _choose_outputs(record: Record, options: Options) -> Outputs:
+    """ "losses": scalar floating outputs that need a gradient if there are any, else all that need one; "all": all."""
+    needing = [x.requires_grad for _, x in record.outputs]
+    scalar = [need and x.dim() == 0 for need, (_, x) in zip(needing, record.outputs, strict=True)]
+    if not any(needing):
+        raise CaptureError(
+            "no output of the model needs a gradient: pass labels so that it returns a loss, or check that its parameters "
+            "have requires_grad and that the forward does not run under torch.no_grad()"
+        )
+    picked = scalar if options.differentiable == "losses" and any(scalar) else needing
+    notes = tuple(
+        ("detached", path, "not a scalar: given back without a gradient (differentiable='all' keeps it)")
+        for (path, _), need, pick in zip(record.outputs, needing, picked, strict=True)
+        if need and not pick
+    )
+    return Outputs(tuple(picked), notes)
+
+
+def _capture_top(
+    rig: Rig,
+    inputs: Inputs,
+    record: Record,
+    outputs: Outputs,
+    blocks: Sequence[CapturedBlock],
+    name: str,
+    options: Options,
+) -> CapturedGraph:
+    position = Position()
+    with rig.mode, enable_python_dispatcher(), shapes_known({b.use.key: b.shapes for b in blocks}):
+        tensors = [*rig.fakes(), *fake_inputs(inputs, rig.precision)]
+        joint = trace(_top_function(rig, inputs, outputs, blocks, position), tensors, position)
+    uses = {b.use.key: b.use for b in blocks}
+    instances = {number: path for b in blocks for number, path in b.instances.items()}
+    converter = Converter("top", joint, _arguments(rig, inputs), uses, instances)
+    converter.block_metas = {c: meta for b in blocks for c, meta in b.constant_metas.items()}
+    top = converter.graph()
+    paths = [path for path, _ in record.outputs]
+    return CapturedGraph(
+        model_name=name,
+        top=top,
+        blocks=tuple(b.block for b in blocks),
+        parameters=_parameter_infos(rig),
+        buffers=_buffer_infos(rig),
+        signature=call_signature(inputs, paths, outputs.differentiable, record.rebuild, rig.precision),
+        training=rig.module.training,
+        constants={**converter.constants, **{k: v for b in blocks for k, v in b.constants.items()}},
+        notes=outputs.notes,
+    )
+
+
+def fake_inputs(inputs: Inputs, precision: str) -> list[Tensor]:
+    """Contiguous CPU stand-ins for the tensor leaves. To be called under the fake mode."""
+    import torch
+
+    return [
+        torch.empty(x.shape, dtype=captured_dtype(x.dtype, precision), device="cpu", requires_grad=x.requires_grad)
+        for x in inputs.tensors
+    ]
+
+
+def _top_function(
+    rig: Rig, inputs: Inputs, outputs: Outputs, blocks: Sequence[CapturedBlock], position: Position
+) -> Any:
+    """The function of flat tensors that is traced: slots, then inputs -> output tensors."""
+    calls = {call: (block, number) for block in blocks for call, number in block.calls.items()}
+
+    def run(*flat: Tensor) -> tuple[Tensor, ...]:
+        slots, given = flat[: len(rig.slots)], flat[len(rig.slots) :]
+        installed = [rig.used_form(i, x) for i, x in enumerate(slots)]
+        seen: dict[str, int] = {}
+
+        def hook(module: nn.Module, path: str, args: Any, kwargs: Any, proceed: Any) -> Any:
+            seen[path] = seen.get(path, -1) + 1
+            if (path, seen[path]) in calls:
+                block, number = calls[path, seen[path]]
+                return run_block(block, number, slots, args, kwargs)
+            position.paths.append(path)
+            try:
+                return proceed()
+            finally:
+                position.paths.pop()
+
+        with rig.installed(installed), routed(rig.names, hook):
+            result = inputs.call(rig.module, [cast(x, rig.precision) for x in given])
+            for i, new in rig.replaced(installed):
+                slots[i].copy_(new)
+        found, _ = read_outputs(result)
+        return tuple(x if keep else x.detach() for (_, x), keep in zip(found, outputs.differentiable, strict=True))
+
+    return run
+
+
+def _arguments(rig: Rig, inputs: Inputs) -> list[Argument]:
+    found = []
+    for slot in rig.slots:
+        kind = InputKind.PARAMETER if slot.is_parameter else InputKind.BUFFER
+        grad = slot.is_parameter and slot.tensor.requires_grad
+        found.append(Argument(kind=kind, target=slot.name, requires_grad=grad, keep=slot.is_parameter))
+    for path, x in zip(inputs.tensor_paths, inputs.tensors, strict=True):
+        found.append(Argument(kind=InputKind.INPUT, target=path, requires_grad=x.requires_grad, keep=True))
+    return found
+
+
+def _parameter_infos(rig: Rig) -> tuple[ParameterInfo, ...]:
+    return tuple(
+        ParameterInfo(name=s.name, meta=_meta(s.tensor, rig), requires_grad=s.tensor.requires_grad, aliases=s.aliases)
+        for s in rig.slots[: rig.count]
+    )
+
+
+def _buffer_infos(rig: Rig) -> tuple[BufferInfo, ...]:
+    return tuple(
+        BufferInfo(name=s.name, meta=_meta(s.tensor, rig), persistent=s.persistent, aliases=s.aliases)
+        for s in rig.slots[rig.count :]
+    )
+
+
+def _meta(tensor: Tensor, rig: Rig) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), dtype_name(captured_dtype(tensor.dtype, rig.precision)))

@@ -1,0 +1,212 @@
+"""One fake forward, written down: every op that is dispatched, and every module call with its inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import CaptureError
+from autopar.tracer.rig import Rig, cast, routed
+from autopar.tracer.signature import Inputs, Rebuild, captured_dtype, read_outputs
+from autopar.tracer.source import line_of_frame
+from autopar.tracer.torch_private import (
+    TorchDispatchMode,
+    constant_of,
+    enable_python_dispatcher,
+    outer_frame,
+    storage_key,
+    written_arguments,
+)
+from autopar.tracer.tree import Spec, flatten
+
+HEAVY = frozenset(
+    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::_grouped_mm", "aten::linear"}
+    | {"aten::_scaled_dot_product_flash_attention_for_cpu", "aten::native_batch_norm"}
+)
+
+
+@dataclass(slots=True)
+class Op:
+    """One dispatched op. `text`: its name and plain arguments; `ins`, `outs`: numbers of tensors; `writes`: their memory."""
+
+    text: str
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    heavy: bool
+    writes: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a module: ops `start` to `stop` of the record.
+
+    Attributes:
+        count: how often the same path was called before.
+        leaves, spec: of (args, kwargs); `result`, `result_spec` likewise.
+        grads: requires_grad of the input tensors at the time of the call, by tensor number; likewise `result_grads`.
+        autocast: (dtype, enabled) of CPU autocast at the call; None if off.
+    """
+
+    path: str
+    count: int
+    module: nn.Module
+    leaves: list[Any]
+    spec: Spec
+    start: int
+    stop: int = -1
+    result: list[Any] = field(default_factory=list)
+    result_spec: Spec = field(default_factory=Spec)
+    grads: dict[int, bool] = field(default_factory=dict)
+    children: list[Call] = field(default_factory=list)
+    grad_mode: bool = True
+    autocast: torch.dtype | None = None
+
+
+class Record(TorchDispatchMode):
+    """Filled by `record_forward`.
+
+    Attributes:
+        ops, root: all ops, and the tree of calls.
+        slot_of: tensor number -> slot that it is (as stored or as used).
+        known: tensor number -> digest of a real tensor's or literal's value.
+        outputs, rebuild: of the whole model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.root: Call | None = None
+        self.stack: list[Call] = []
+        self.numbers: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
+        self.slot_of: dict[int, int] = {}
+        self.memory_of_slot: dict[int, int] = {}
+        self.slot_names: list[tuple[str, bool]] = []
+        self.outputs: list[tuple[str, Tensor]] = []
+        self.rebuild: Rebuild
+        self.counts: dict[str, int] = {}
+
+    def number(self, tensor: Tensor) -> int:
+        """The tensor's number; it is kept alive so that no other gets it."""
+        found = self.numbers.get(id(tensor))
+        if found is None:
+            found = self.numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = written_arguments(func, args, kwargs)
+        writes = tuple(storage_key(x) for x in written if isinstance(x, Tensor))
+        if writes:
+            self._refuse_parameter_writes(writes)
+        ins: list[int] = []
+        text = [func._schema.name, func._overloadname, str(torch.is_grad_enabled())]
+        self._describe((args, tuple(kwargs.items())), text, ins)
+        result = func(*args, **kwargs)
+        outs = [x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, Tensor)]
+        heavy = func._schema.name in HEAVY
+        self.ops.append(Op(" ".join(text), tuple(ins), tuple(self.number(x) for x in outs), heavy, writes))
+        return result
+
+    def _refuse_parameter_writes(self, writes: tuple[int, ...]) -> None:
+        for key in writes:
+            slot = self.memory_of_slot.get(key)
+            if slot is not None and self.slot_names[slot][1]:
+                raise CaptureError(
+                    f"{line_of_frame(outer_frame())}: the forward changes parameter {self.slot_names[slot][0]!r} in place: "
+                    "change it between steps instead (after optimizer.step()), or keep it in a buffer"
+                )
+
+    def _describe(self, tree: Any, text: list[str], ins: list[int]) -> None:
+        """Append the literals of `tree` to `text`, and its tensors to `ins`."""
+        if isinstance(tree, Tensor):
+            ins.append(self.number(tree))
+            text.append("#")
+        elif isinstance(tree, (tuple, list)):
+            text.append("(")
+            for item in tree:
+                self._describe(item, text, ins)
+            text.append(")")
+        else:
+            text.append(repr(tree))
+
+    def hook(self, module: nn.Module, path: str, args: Any, kwargs: Any, proceed: Any) -> Any:
+        """Called for each module call."""
+        pairs, spec = flatten((args, kwargs))
+        leaves = [leaf for _, leaf in pairs]
+        count = self.counts[path] = self.counts.get(path, -1) + 1
+        call = Call(path, count, module, leaves, spec, len(self.ops), grad_mode=torch.is_grad_enabled())
+        if torch.is_autocast_enabled("cpu"):
+            call.autocast = torch.get_autocast_dtype("cpu")
+        call.grads = {self.number(x): x.requires_grad for x in leaves if isinstance(x, Tensor)}
+        if self.stack:
+            self.stack[-1].children.append(call)
+        else:
+            self.root = self.root or call
+        self.stack.append(call)
+        try:
+            result = proceed()
+        finally:
+            self.stack.pop()
+        call.stop = len(self.ops)
+        pairs, call.result_spec = flatten(result)
+        call.result = [leaf for _, leaf in pairs]
+        for x in call.result:
+            if isinstance(x, Tensor):
+                self.number(x)
+        return result
+
+
+def record_forward(rig: Rig, inputs: Inputs) -> Record:
+    """Run the model once on fake tensors."""
+    record = Record()
+    record.slot_names = [(slot.name, slot.is_parameter) for slot in rig.slots]
+    with rig.mode, enable_python_dispatcher():
+        fakes = rig.fakes()
+        given = [
+            torch.empty(
+                x.shape, dtype=captured_dtype(x.dtype, rig.precision), device="cpu", requires_grad=x.requires_grad
+            )
+            for x in inputs.tensors
+        ]
+        with record:
+            installed = [rig.used_form(i, x) for i, x in enumerate(fakes)]
+            given = [cast(x, rig.precision) for x in given]
+            for i, pair in enumerate(zip(fakes, installed, strict=True)):
+                for x in pair:
+                    record.slot_of[record.number(x)] = i
+                    record.memory_of_slot[storage_key(x)] = i
+            with rig.installed(installed), routed(rig.names, record.hook):
+                result = inputs.call(rig.module, given)
+        record.outputs, record.rebuild = read_outputs(result)
+    return record
+
+
+def literal_digest(tensor: Tensor) -> str | None:
+    """The value of a real tensor, or of a fake one that stands for a literal, as text; None if unknown."""
+    value = constant_of(tensor) if constant_of(tensor) is not None else tensor
+    if value is None or type(value) not in (Tensor, nn.Parameter) or value.device.type == "meta":
+        return None
+    data = value.detach().cpu().contiguous()
+    return f"{data.dtype}{tuple(data.shape)}{data.flatten().tolist() if data.numel() <= 64 else _hashed(data)}"
+
+
+def _hashed(data: Tensor) -> str:
+    import hashlib
+
+    return hashlib.sha256(data.view(torch.uint8).numpy().tobytes() if data.dim() else b"").hexdigest()
+
+
+def all_calls(call: Call) -> Sequence[Call]:
+    """A call and all below it."""
+    found, todo = [], [call]
+    while todo:
+        top = todo.pop()
+        found.append(top)
+        todo += top.children
+    return found

@@ -1,0 +1,179 @@
+"""Every private torch name that the tracer uses, tried with torch 2.13. Nothing else under `tracer/` names one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.fx.traceback
+from torch import Tensor, nn
+from torch._decomp import decomposition_table
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["TorchDispatchMode", "enable_python_dispatcher"]
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+"""What torch raises where Python asks for a tensor's value, or a shape depends on it."""
+
+
+def fake_mode() -> Any:
+    """Tensors made under it have shapes and no data; real tensors that it meets become constants."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def capture_flags() -> Iterator[None]:
+    """For the time of a capture: models are told that they are compiled; LSTM is made of ATen ops, not of one oneDNN op."""
+    compiler = torch.compiler
+    with (
+        mock.patch.object(compiler, "_is_compiling_flag", True),
+        mock.patch.object(compiler, "_is_exporting_flag", True),
+    ):
+        was = torch.backends.mkldnn.enabled
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            yield
+        finally:
+            torch._C._set_mkldnn_enabled(was)
+
+
+def torch_decompositions(names: Sequence[str]) -> dict[Any, Callable[..., Any]]:
+    """torch's own decompositions of all overloads of these ATen ops, those with an `out` argument excepted."""
+    wanted = set(names)
+    return {
+        op: function
+        for op, function in decomposition_table.items()
+        if isinstance(op, torch._ops.OpOverload)
+        and op.namespace == "aten"
+        and op._schema.name.split("::")[1] in wanted
+        and not op._schema.is_mutable * any(a.is_out for a in op._schema.arguments)
+    }
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def constant_of(tensor: Tensor) -> Tensor | None:
+    """The known value of a fake tensor that stands for a literal, if it has one."""
+    return getattr(tensor, "constant", None)
+
+
+def written_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an op writes into."""
+    schema = op._schema
+    if not schema.is_mutable:
+        return []
+    found = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += list(value) if isinstance(value, (list, tuple)) else [value]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """What AOT autograd gives, without its descriptors.
+
+    Attributes:
+        module: the joint FX graph.
+        inputs: placeholder -> position of the argument.
+        tangents: placeholder -> position of the output that it is the gradient of.
+        outputs: position of the output -> FX node.
+        mutations: position of an argument -> FX node of its new value.
+        gradients: position of an argument -> FX node of its gradient, absent if it has none.
+    """
+
+    module: Any
+    inputs: dict[Any, int]
+    tangents: dict[Any, int]
+    outputs: dict[int, Any]
+    mutations: dict[int, Any]
+    gradients: dict[int, Any]
+
+
+def export_joint(
+    module: nn.Module,
+    arguments: tuple[Tensor, ...],
+    decompositions: dict[Any, Callable[..., Any]],
+    where: Callable[[], Any],
+) -> Joint:
+    """Joint forward-and-backward graph of `module(*arguments)`, a tuple of tensors; no two arguments or outputs share memory.
+
+    `where()` is asked once for each forward node; its answer is in `node.meta["autopar"]`.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_annotating(where))
+        exported = aot_export_joint_with_descriptors(stack, module, arguments, decompositions=decompositions)
+        return _without_descriptors(exported.graph_module)
+
+
+def _without_descriptors(module: Any) -> Joint:
+    inputs: dict[Any, int] = {}
+    tangents: dict[Any, int] = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        match node.meta["desc"]:
+            case PlainAOTInput(idx=index):
+                inputs[node] = index
+            case TangentAOTInput(output=PlainAOTOutput(idx=index)):
+                tangents[node] = index
+            case other:
+                raise AssertionError(f"placeholder of an unknown kind: {other}")
+    output = next(iter(module.graph.find_nodes(op="output")))
+    outputs: dict[int, Any] = {}
+    mutations: dict[int, Any] = {}
+    gradients: dict[int, Any] = {}
+    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
+        if node is None:
+            continue
+        match desc:
+            case PlainAOTOutput(idx=index):
+                outputs[index] = node
+            case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
+                mutations[index] = node
+            case GradAOTOutput(grad_of=PlainAOTInput(idx=index)):
+                gradients[index] = node
+            case other:
+                raise AssertionError(f"output of an unknown kind: {other}")
+    return Joint(
+        module=module, inputs=inputs, tangents=tangents, outputs=outputs, mutations=mutations, gradients=gradients
+    )
+
+
+@contextmanager
+def _annotating(where: Callable[[], Any]) -> Iterator[None]:
+    """Every FX node made in the forward remembers `where()`. Backward nodes find theirs by `seq_nr` afterwards."""
+    original = PythonKeyTracer.create_node
+
+    def create_node(self: Any, *args: Any, **kwargs: Any) -> Any:
+        node = original(self, *args, **kwargs)
+        if node.meta.get("partitioner_tag") != "is_backward" and node.op == "call_function":
+            node.meta["autopar"] = where()
+        return node
+
+    with mock.patch.object(PythonKeyTracer, "create_node", create_node):
+        yield
+
+
+def outer_frame() -> Any:
+    """The frame that called the caller of this function."""
+    return sys._getframe(2)
