@@ -1,8 +1,9 @@
 """This machine as a cluster: measured in a few seconds, kept on disk.
 
 Every rank has one thread. With several ranks, as many processes measure at the same time, so that cores and memory
-bandwidth are shared in the figures as they will be in a run; then they time gloo all-reduces on the loopback. A closed
-interval's mean is taken, not its best call, because a rank that waits for a core waits in a run too.
+bandwidth are shared in the figures as they will be in a run; then they time gloo all-reduces on the loopback. A rate is
+the mean over an interval, not its best call, because a rank that waits for a core waits in a run too; and the best of a
+few intervals, because what else the machine did for a moment is no part of it.
 
 The link's figures invert the ring formula 2(n−1)α + 2(n−1)/n·V/β at a small and a large V.
 """
@@ -35,12 +36,12 @@ from autopar.errors import ClusterError
 from autopar.ir.cluster import ClusterSpec, Device, DeviceGroup, Host, LinkLevel
 
 CACHE_FORMAT = 1
-INTERVAL_S = 0.15
-"""How long each rate is measured."""
+INTERVALS, INTERVAL_S = 3, 0.06
+"""How often and how long each rate is measured."""
 LIMIT_S = 90.0
 """Most time for the ranks together, start included."""
 MOST_RANKS = 1024
-MATMUL_SIZE = 512
+MATMUL_SIZE = 256
 COPY_BYTES = 16 * 2**20
 SMALL_BYTES, LARGE_BYTES = 1024, 8 * 2**20
 """Sizes of the two timed all-reduces."""
@@ -265,9 +266,14 @@ def measure_rates(device: torch.device, ready: Callable[[], object] = lambda: No
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Mean time of a call over INTERVAL_S, after one call to warm up."""
+    """Time of a call: the best interval's mean, after one call to warm up."""
     work()
     _finish(device)
+    return min(_mean_s(work, device) for _ in range(INTERVALS))
+
+
+def _mean_s(work: Callable[[], object], device: torch.device) -> float:
+    """Mean time of a call over INTERVAL_S. Calls are doubled at first, so that reading the clock does not count."""
     count, step = 0, 1
     start = now = time.perf_counter()
     while now - start < INTERVAL_S:
