@@ -1,0 +1,1 @@
+"""Architectures by name, without weights; models from files and factories. `entries` does without torch."""
