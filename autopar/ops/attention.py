@@ -1,4 +1,4 @@
-"""Fused attention. [batch, heads, sequence, head size]; fewer key-value heads than query heads are cut together with them.
+"""Fused attention. [batch, heads, sequence, head size]; fewer key-value heads than query heads are cut with them.
 
 Cut along batch or heads without communication; along the query's sequence too where the mask isn't the causal one
 (which counts from the piece's own first row). A mask is cut only where it isn't broadcast.

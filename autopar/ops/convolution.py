@@ -1,4 +1,4 @@
-"""Convolutions, pooling and resizing of images: [batch, channels, ...]. Spatial dims aren't offered: they'd need a halo."""
+"""Convolutions, pooling and resizing: [batch, channels, ...]. Spatial dims aren't offered: they'd need a halo."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _local_convolution(here: LocalContext) -> LocalCall:
 
 
 def _convolution_backward(node: Node, metas: Metas) -> Iterator[Rule]:
-    """grad, x, weight, bias sizes, stride, padding, dilation, transposed, output padding, groups, mask -> of x, w, b."""
+    """grad, x, weight, bias sizes, stride, padding, dilation, transposed, output padding, groups, mask -> x, w, b."""
     w = _weight(node.args[7], node.args[9], metas[1].shape[1], metas[0].shape[1])
     yield Rule(mask_outputs(node, (S(0), P, P)), (S(0), S(0), R))
     if w.groups == 1:

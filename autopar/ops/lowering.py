@@ -14,8 +14,8 @@ from autopar.ops.table import TABLE
 def local_call(node: Node, strategy: Strategy, mesh: Mesh, local_inputs: Metas, local_outputs: OutMetas) -> LocalCall:
     """What a rank runs for `node` under `strategy`.
 
-    The `Ref`s of the result, in flattened order, are `node.refs`, all of them in the same order: with a value used twice
-    in different layouts, the i-th `Ref` is the i-th argument in the layout `strategy.inputs[i]`.
+    The `Ref`s of the result, in flattened order, are `node.refs`, all of them in the same order: with a value used
+    twice in different layouts, the i-th `Ref` is the i-th argument in the layout `strategy.inputs[i]`.
     """
     entry = TABLE.get(node.op)
     here = LocalContext(node, strategy, mesh, local_inputs, local_outputs)
@@ -41,7 +41,7 @@ def inner_collectives(
 
 
 def flops(node: Node, inputs: Metas, outputs: OutMetas) -> float:
-    """Floating point operations on local metas. Ops without a formula of their own: one per output element; views: 0."""
+    """Floating point operations on local metas. Ops without a formula: one per output element; views: 0."""
     entry = TABLE.get(node.op)
     if entry is not None and entry.view:
         return 0.0

@@ -89,7 +89,7 @@ def _cumsum(node: Node, metas: Metas) -> Iterator[Rule]:
 
 
 def _softmax(arguments: int) -> Rules:
-    """Of `arguments` tensors (1 forward: x; 2 backward: gradient and output). The backward is linear in the gradient."""
+    """Of 1 tensor (forward: x) or 2 (backward: gradient and output). The backward is linear in the gradient."""
 
     def rules(node: Node, metas: Metas) -> Iterator[Rule]:
         ndim = len(metas[0].shape)

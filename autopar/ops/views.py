@@ -1,8 +1,8 @@
 """Ops that only rearrange: views, reshapes, slices, concatenations.
 
-A view groups dims into factors: [4, 6] -> [2, 12] is one group, [2, 6] -> [2, 2, 3] are two. Only the first dim of a group
-can be cut (by an n that divides the first dim on both sides), since only then is a piece contiguous in row-major order.
-Every one of these ops is linear, so sums stay sums.
+A view groups dims into factors: [4, 6] -> [2, 12] is one group, [2, 6] -> [2, 2, 3] are two. Only the first dim of a
+group can be cut (by an n that divides the first dim on both sides), since only then is a piece contiguous in row-major
+order. Every one of these ops is linear, so sums stay sums.
 """
 
 from __future__ import annotations

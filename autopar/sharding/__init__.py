@@ -1,0 +1,7 @@
+"""How each op may be split: one-axis rules, roles of axes, products over a mesh."""
+
+from autopar.sharding.build import build_table as build_table
+from autopar.sharding.build import survey_model as survey_model
+from autopar.sharding.dtensor_rules import RuleCache as RuleCache
+from autopar.sharding.dtensor_rules import one_axis_rules as one_axis_rules
+from autopar.sharding.pins import PinError as PinError

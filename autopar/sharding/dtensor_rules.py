@@ -1,8 +1,8 @@
 """The one place that asks torch's private DTensor rules: one node -> its rules on one mesh axis of any size.
 
-DTensor answers in two ways: a function of the argument metas that lists placements for one mesh dim, or a function of an
-`OpSchema` that is enumerated here on a mesh of one device (so that nothing depends on the axis size). Kept: R, S(d) and
-P(sum). Dropped: averages, maxima, masked sums, strided cuts. No process group is made or touched.
+DTensor answers in two ways: a function of the argument metas that lists placements for one mesh dim, or a function of
+an `OpSchema` that is enumerated here on a mesh of one device (so that nothing depends on the axis size). Kept: R, S(d)
+and P(sum). Dropped: averages, maxima, masked sums, strided cuts. No process group is made or touched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.sharding.denied import denied
 
 
 class RuleCache:
-    """One-axis rules already asked for, by op, metas and arguments. Rules don't depend on the mesh: share it over meshes.
+    """One-axis rules already asked for, by op, metas and arguments. Rules are the same for every mesh: share it.
 
     `replicated` holds the ops for which nobody had a rule.
     """
@@ -46,7 +46,7 @@ class RuleCache:
 
 
 def one_axis_rules(node: Node, metas: tuple[TensorMeta, ...], cache: RuleCache) -> tuple[Rule, ...]:
-    """Rules for a node whose tensor arguments (`node.refs` order) have these global metas. All-R is always the first."""
+    """Rules for a node whose tensor arguments (`node.refs` order) have these global metas. All-R is the first."""
     key = rule_key(node, metas)
     found = cache.rules.get(key)
     if found is None:

@@ -1,0 +1,200 @@
+"""Which dim of each value is the batch (or the sequence), found by sending placements through the one-axis rules.
+
+From the inputs on, every value is one of: cut along a dim (it descends from batch inputs), a sum over the batch (P), or
+without batch (R). The rules that fit an op's arguments are the op's choices on the axis. Where none fits, all rules
+are offered (`lost`), and a dim of the same place and size in the result is taken to go on being the batch: a wrong
+guess costs time, never correctness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from autopar.ir.graph import CapturedGraph, Graph, InputKind, Node, OutputKind, Phase, TensorMeta
+from autopar.ir.layout import Kind, P, Placement, R, S
+from autopar.ir.strategy import Rule
+from autopar.sharding.weights import Weights, is_follower
+
+RulesOf = Callable[[Node], tuple[Rule, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Of one graph.
+
+    Attributes:
+        placement: value name -> S(dim) where the batch is, P of a sum over it, R without it.
+        allowed: node name -> the rules that suit.
+        lost: nodes for which no rule suited.
+    """
+
+    placement: dict[str, Placement] = field(default_factory=dict)
+    allowed: dict[str, tuple[Rule, ...]] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+
+
+def trace_graphs(
+    captured: CapturedGraph, rules_of: RulesOf, dim: int, weights: Mapping[str, Weights]
+) -> dict[str, Trace]:
+    """By graph name. `dim` is the dim of the inputs that is followed: 0 the batch, 1 the sequence."""
+    walker = _Walker(captured, rules_of, weights)
+    size = followed_size(captured.top, dim)
+    for given in captured.top.inputs:
+        meta = given.value.meta
+        follows = given.kind is InputKind.INPUT and size is not None and _follows(meta, dim) and meta.shape[dim] == size
+        walker.traces[captured.top.name].placement[given.value.name] = S(dim) if follows else R
+    walker.walk(captured.top)
+    return walker.traces
+
+
+def followed_size(top: Graph, dim: int) -> int | None:
+    """Size of the batch or of the sequence: that of the first input that has one."""
+    shapes = [i.value.meta for i in top.inputs if i.kind is InputKind.INPUT and _follows(i.value.meta, dim)]
+    return shapes[0].shape[dim] if shapes else None
+
+
+def _follows(meta: TensorMeta, dim: int) -> bool:
+    return len(meta.shape) >= 1 if dim == 0 else 2 <= len(meta.shape) <= 3
+
+
+class _Walker:
+    """Carries placements forward; blocks are walked when first called, with what their arguments have."""
+
+    def __init__(self, captured: CapturedGraph, rules_of: RulesOf, weights: Mapping[str, Weights]) -> None:
+        self.captured = captured
+        self.rules_of = rules_of
+        self.weights = weights
+        self.traces = {g.name: Trace() for g in captured.graphs}
+        self.hints: dict[tuple[int, ...], int] = {}
+        self.walked: set[tuple[str, Phase]] = set()
+
+    def walk(self, graph: Graph, phase: Phase | None = None) -> None:
+        trace = self.traces[graph.name]
+        self._tangents(graph, trace)
+        for node in graph.nodes:
+            if phase is not None and node.phase is not phase:
+                continue
+            if node.block is not None:
+                self._call(node, trace)
+            else:
+                self._step(node, trace, self.weights[graph.name])
+
+    def _tangents(self, graph: Graph, trace: Trace) -> None:
+        """A tangent not given by a caller is R until its output is known; then it is laid out like its output."""
+        for given in graph.inputs:
+            if given.kind is InputKind.TANGENT:
+                trace.placement.setdefault(given.value.name, R)
+
+    def _call(self, node: Node, trace: Trace) -> None:
+        assert node.block is not None
+        block = self.captured.block(node.block.key)
+        inner = self.traces[block.graph.name]
+        if (node.block.key, node.phase) not in self.walked:
+            self.walked.add((node.block.key, node.phase))
+            for argument, given in zip(node.args, block.graph.inputs, strict=False):
+                name = getattr(argument, "name", None)
+                if name is None or (node.phase is Phase.BACKWARD and given.kind is not InputKind.TANGENT):
+                    continue
+                found = trace.placement.get(name, R)
+                inner.placement[given.value.name] = found
+                self._hint(given.value.meta, found)
+            if node.phase is Phase.BACKWARD:
+                _mirror_tangents(block.graph, inner)
+            self.walk(block.graph, node.phase)
+        kind = OutputKind.OUTPUT if node.phase is Phase.FORWARD else OutputKind.GRADIENT
+        results = [o for o in block.graph.outputs if o.kind is kind]
+        for value, result in zip(node.outputs, results, strict=True):
+            if value is not None:
+                trace.placement[value.name] = inner.placement.get(result.value or "", R)
+
+    def _step(self, node: Node, trace: Trace, weights: Weights) -> None:
+        rules = self.rules_of(node)
+        states = tuple(trace.placement.get(name, R) for name in node.refs)
+        held = tuple(name in weights.parameter for name in node.refs)
+        fitting, lost = self._fitting(node, rules, states, held)
+        trace.allowed[node.name] = fitting
+        if lost:
+            trace.lost.add(node.name)
+        metas = tuple(weights.metas[name] for name in node.refs)
+        for i, value in enumerate(node.outputs):
+            if value is not None:
+                found = _guess(states, metas, value.meta) if lost else _result(fitting, i)
+                trace.placement[value.name] = found
+                self._hint(value.meta, found)
+
+    def _hint(self, meta: TensorMeta, found: Placement) -> None:
+        if found.kind is Kind.SHARD and "float" in meta.dtype and len(meta.shape) > 1:
+            self.hints.setdefault(meta.shape, found.dim)
+
+    def _fitting(
+        self, node: Node, rules: tuple[Rule, ...], states: tuple[Placement, ...], held: tuple[bool, ...]
+    ) -> tuple[tuple[Rule, ...], bool]:
+        if is_follower(node) and held[0]:
+            return _of_weight(node, rules), False
+        if states == (P,) and is_follower(node) and not _casts(node):
+            return tuple(r for r in rules if r.inputs == (P,)), False
+        if all(s == R for s in states):
+            return self._made_here(node, rules), False
+        for free in (False, True):
+            fit = tuple(r for r in rules if all(map(_suits, r.inputs, states, held, (free,) * len(states))))
+            if fit:
+                return fit, False
+        whole = tuple(r for r in rules if all(not h or p == R for p, h in zip(r.inputs, held, strict=True)))
+        return whole, True
+
+    def _made_here(self, node: Node, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        """No argument has a batch: whole; or, where a float result has the shape of a batch value, made in pieces."""
+        out = node.outputs[0]
+        if out is not None and "float" in out.meta.dtype and out.meta.shape in self.hints:
+            cut = S(self.hints[out.meta.shape])
+            made = tuple(r for r in rules if r.outputs[0] == cut and all(p == R for p in r.inputs) and not r.tag)
+            if made:
+                return made
+        return tuple(r for r in rules if all(p == R for p in r.inputs) and all(o in (R, None) for o in r.outputs))
+
+
+def _mirror_tangents(graph: Graph, trace: Trace) -> None:
+    """A gradient with no batch found is laid out like the value that it is the gradient of."""
+    outputs = {o.target: o.value for o in graph.outputs if o.kind is OutputKind.OUTPUT}
+    for given in graph.inputs:
+        if given.kind is InputKind.TANGENT and trace.placement.get(given.value.name, R) == R:
+            primal = trace.placement.get(outputs.get(given.target) or "", R)
+            trace.placement[given.value.name] = primal if primal.kind is Kind.SHARD else R
+
+
+def _of_weight(node: Node, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Weights are used whole, but a cast may come before the gather."""
+    casts = _casts(node)
+    return tuple(r for r in rules if r.inputs == r.outputs == (R,) or (casts and r.inputs[0].kind is Kind.SHARD))
+
+
+def _casts(node: Node) -> bool:
+    return node.op in ("aten._to_copy.default", "prims.convert_element_type.default")
+
+
+def _suits(wanted: Placement, state: Placement, weight: bool, free: bool) -> bool:
+    """Whether an argument in this state may be wanted so. `free`: what has no batch may be cut (sliced)."""
+    if weight:
+        return wanted == R
+    if state.kind is Kind.SHARD:
+        return wanted == state
+    if state == P:
+        return True
+    return wanted == R or (free and wanted.kind is Kind.SHARD)
+
+
+def _result(rules: tuple[Rule, ...], output: int) -> Placement:
+    """A sum if some rule gives one, else what the first rule gives."""
+    found = [p for r in rules if (p := r.outputs[output]) is not None]
+    if P in found:
+        return P
+    return found[0] if found else R
+
+
+def _guess(states: tuple[Placement, ...], metas: tuple[TensorMeta, ...], out: TensorMeta) -> Placement:
+    """The first cut argument's dim, if the result has one of the same size there."""
+    for state, meta in zip(states, metas, strict=True):
+        if state.kind is Kind.SHARD and state.dim < len(out.shape) and out.shape[state.dim] == meta.shape[state.dim]:
+            return state
+    return R
