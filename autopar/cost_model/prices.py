@@ -42,7 +42,7 @@ class MeshPrices:
 
     def is_view(self, node: Node) -> bool:
         """True if the op's output shares its first input's storage."""
-        return ops.is_view(node)
+        return ops.is_view(node.op)
 
 
 def model_flops(captured: CapturedGraph, wiring: Wiring) -> float:

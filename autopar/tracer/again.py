@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, InputKind, Node, Phase, Ref, Value
+from autopar.ir.graph import Graph, InputKind, Node, Phase, Value
+from autopar.tracer.simplify import with_refs
 
 _NAMES = "t permute view _unsafe_view unsqueeze squeeze expand alias detach _to_copy clone"
 CHEAP = frozenset(f"aten.{name}.default" for name in _NAMES.split()) | {
@@ -34,7 +35,7 @@ def remake_parameter_views(graph: Graph) -> Graph:
         if node.phase is Phase.BACKWARD:
             for ref in node.refs:
                 _remake(ref, cheap, renamed, nodes)
-            node = _renamed(node, renamed)
+            node = with_refs(node, renamed)
         nodes.append(node)
     return replace(graph, nodes=tuple(nodes))
 
@@ -49,20 +50,7 @@ def _remake(name: str, cheap: dict[str, Node], renamed: dict[str, str], nodes: l
     out = node.outputs[0]
     assert out is not None
     copy = replace(
-        _renamed(node, renamed), name=f"{node.name}_again", phase=Phase.BACKWARD, key=f"{node.key}/again",
+        with_refs(node, renamed), name=f"{node.name}_again", phase=Phase.BACKWARD, key=f"{node.key}/again",
         outputs=(Value(renamed[name], out.meta),),
     )  # fmt: skip
     nodes.append(copy)
-
-
-def _renamed(node: Node, names: dict[str, str]) -> Node:
-    def walk(arg: object) -> object:
-        if isinstance(arg, Ref):
-            return Ref(names.get(arg.name, arg.name))
-        if isinstance(arg, (tuple, list)):
-            return tuple(walk(a) for a in arg)
-        return arg
-
-    if not any(ref in names for ref in node.refs):
-        return node
-    return replace(node, args=tuple(walk(a) for a in node.args), kwargs=tuple((k, walk(v)) for k, v in node.kwargs))

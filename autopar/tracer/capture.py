@@ -7,14 +7,15 @@ fake forward (records ops, finds what cannot be captured) -> choose repeated blo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError
-from autopar.ir.graph import BufferInfo, CapturedGraph, InputKind, ParameterInfo, TensorMeta
+from autopar.ir.graph import BufferInfo, CapturedGraph, Graph, InputKind, ParameterInfo, TensorMeta
 from autopar.ir.options import Options
+from autopar.tracer.again import remake_parameter_views
 from autopar.tracer.blocks import CapturedBlock, capture_blocks, run_block
 from autopar.tracer.check import check_graph
 from autopar.tracer.choose import choose_blocks
@@ -25,6 +26,7 @@ from autopar.tracer.record import Record, record_forward
 from autopar.tracer.refuse import readable_errors
 from autopar.tracer.rig import Rig, attributes_kept, cast, refuse_changes, routed
 from autopar.tracer.signature import Inputs, call_signature, captured_dtype, dtype_name, read_inputs, read_outputs
+from autopar.tracer.simplify import cancel_transposes
 from autopar.tracer.torch_private import capture_flags, enable_python_dispatcher
 
 Notes = tuple[tuple[str, str, str], ...]
@@ -56,8 +58,19 @@ def capture(
             chosen = choose_blocks(record, rig) if options.fold_blocks else ()
             blocks = capture_blocks(chosen, record, rig)
             captured = _capture_top(rig, inputs, record, outputs, blocks, model_name or type(model).__name__, options)
+    captured = _tidied(captured)
     check_graph(captured)
     return captured
+
+
+def _tidied(captured: CapturedGraph) -> CapturedGraph:
+    """Pairs of transposes cancelled; views and casts of parameters made again in the backward."""
+    blocks = tuple(replace(b, graph=_tidy(b.graph)) for b in captured.blocks)
+    return replace(captured, top=_tidy(captured.top), blocks=blocks)
+
+
+def _tidy(graph: Graph) -> Graph:
+    return remake_parameter_views(cancel_transposes(graph))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,57 @@
+"""Same numbers: a compiled module's loss, gradients and state after three AdamW steps equal one device's.
+
+In-process ranks. The default run takes each model under each kind of plan at one number of ranks; `-m slow` takes all.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+
+from autopar import api
+from autopar.cost_model.clusters import load_cluster
+from autopar.ir.options import Options
+from tests.models import NAMES, tiny
+
+KINDS = {
+    "searched": lambda ranks: {},
+    "dp": lambda ranks: {"dp": ranks, "zero": 0},
+    "tp": lambda ranks: {"tp": ranks},
+    "zero3": lambda ranks: {"dp": ranks, "zero": 3},
+    "2x2": lambda ranks: {"dp": 2, "tp": 2},
+}
+DEFAULT = {"searched": 2, "dp": 3, "tp": 2, "zero3": 3, "2x2": 4}
+EVERY = [(kind, ranks) for kind in KINDS for ranks in ((4,) if kind == "2x2" else (1, 2, 3, 4))]
+
+
+@lru_cache(maxsize=2)
+def captured(name: str, precision: str):
+    model, batch = tiny(name)
+    if precision == "fp64":
+        model, batch = model.double(), {k: v.double() if hasattr(v, "dtype") and v.is_floating_point() else v for k, v in batch.items()}
+    options = Options(precision="fp64" if precision == "fp64" else "fp32")
+    return model, batch, api.capture(model, batch, options=options, model_name=name)
+
+
+def check(name: str, kind: str, ranks: int, precision: str) -> None:
+    model, batch, graph = captured(name, precision)
+    options = Options(pins=KINDS[kind](ranks), precision=precision)
+    report = api.verify(
+        model, batch, ranks=ranks, options=options, cluster=load_cluster(f"rtx3090:{ranks}"), captured=graph
+    )
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_same_numbers(name, kind):
+    check(name, kind, DEFAULT[kind], "fp64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize(("kind", "ranks"), EVERY)
+@pytest.mark.parametrize("name", NAMES)
+def test_same_numbers_everywhere(name, kind, ranks, precision):
+    check(name, kind, ranks, precision)
