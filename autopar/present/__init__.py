@@ -1,0 +1,1 @@
+"""How a Plan reads: tables of text. No torch here."""

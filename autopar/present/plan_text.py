@@ -1,0 +1,227 @@
+"""A plan on a screen: mesh, layouts by parameter group, predicted time and memory, dear conversions, solver, notes."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.ir.plan import Plan, PlanNote, PlanParameter, PlanReshard
+from autopar.present.words import bar, bytes_words, count_words, group_name, pattern_of, time_words
+
+CONVERSIONS_SHOWN = 6
+NOTES_SHOWN = 8
+WIDE = 100
+"""From this many columns on, a parameter's own bytes are shown beside those of its group with optimizer state."""
+
+
+def plan_text(
+    plan: Plan, width: int | None = None, *, memory_limit_bytes: int | None = None, links: Sequence[str] = ()
+) -> str:
+    """The plan as plain text, `width` columns wide (None: the terminal's).
+
+    Args:
+        memory_limit_bytes: per device; memory is shown against it.
+        links: names of the cluster's link levels, innermost first.
+    """
+    columns = width or shutil.get_terminal_size((100, 24)).columns
+    console = Console(file=io.StringIO(), width=columns, color_system=None, force_terminal=False, highlight=False)
+    console.print(plan_view(plan, columns, memory_limit_bytes=memory_limit_bytes, links=links))
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def plan_view(
+    plan: Plan, width: int, *, memory_limit_bytes: int | None = None, links: Sequence[str] = ()
+) -> RenderableType:
+    """The plan as something that a rich console of this width prints."""
+    parts: list[RenderableType] = [
+        _head(plan, memory_limit_bytes, links),
+        _section("Layouts"),
+        _parameters(plan.parameters, wide=width >= WIDE),
+        _section("Predicted step"),
+        _shares(plan.predicted.breakdown_us, plan.predicted.step_time_us, time_words),
+        _section("Memory per device"),
+        _shares(plan.predicted.breakdown_bytes, memory_limit_bytes or plan.predicted.peak_memory_bytes, bytes_words),
+    ]
+    if plan.conversions:
+        parts += [
+            _section("Communication that costs most"),
+            _conversions(plan.conversions, plan.predicted.step_time_us),
+        ]
+    if plan.notes:
+        parts += [_section("Notes"), *notes_view(plan.notes)]
+    return Group(*parts)
+
+
+def _section(title: str) -> Text:
+    return Text(f"\n{title}", style="bold")
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    return grid
+
+
+def _head(plan: Plan, limit: int | None, links: Sequence[str]) -> RenderableType:
+    p = plan.predicted
+    grid = _grid()
+    grid.add_row("model", f"{plan.model.name} ({count_words(plan.model.parameters)} parameters), {plan.precision}")
+    grid.add_row("cluster", f"{plan.cluster.name} ({plan.cluster.devices} devices)")
+    grid.add_row("mesh", _mesh_words(plan, links))
+    if plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1:
+        s = plan.schedule
+        grid.add_row("schedule", f"{plan.mesh.pipeline} stages, {s.name}, {s.micro_batches} micro-batches")
+    grid.add_row("step", Text(f"{time_words(p.step_time_us)}, {count_words(p.tokens_per_s)} tokens/s, MFU {p.mfu:.1%}"))
+    of = f" of {bytes_words(limit)} ({p.peak_memory_bytes / limit:.0%})" if limit else ""
+    grid.add_row("memory", f"{bytes_words(p.peak_memory_bytes)}{of} per device")
+    grid.add_row("solver", _solver_words(plan))
+    if plan.pins:
+        grid.add_row("pins", ", ".join(f"{k}={v}" for k, v in plan.pins.items()))
+    grid.add_row("costs from", p.cost_source)
+    return grid
+
+
+def _mesh_words(plan: Plan, links: Sequence[str]) -> str:
+    def axis(name: str, size: int) -> str:
+        level = plan.mesh.levels.get(name)
+        if size == 1 or level is None:
+            return f"{name}={size}"
+        return f"{name}={size} over {links[level] if level < len(links) else f'link level {level}'}"
+
+    axes = " × ".join(axis(n, s) for n, s in plan.mesh.axes.items()) or "one device"
+    return f"{axes} × {plan.mesh.pipeline} stages" if plan.mesh.pipeline > 1 else axes
+
+
+def _solver_words(plan: Plan) -> str:
+    s = plan.solver
+    words = f"{s.status.replace('_', ' ')}, gap {s.gap:.2%}, {s.time_s:.1f} s"
+    if s.memory_price > 0:
+        words += f"; one more GiB per device would save {time_words(s.memory_price * 2**30)} a step"
+    return words
+
+
+def _parameters(parameters: Mapping[str, PlanParameter], *, wide: bool) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("parameters", overflow="fold", ratio=3)
+    table.add_column("n", justify="right", no_wrap=True)
+    table.add_column("as", overflow="fold", ratio=2)
+    table.add_column("layout", overflow="fold", ratio=2)
+    if wide:
+        table.add_column("each", justify="right", no_wrap=True)
+    table.add_column("all + state", justify="right", no_wrap=True)
+    above = ""
+    for name, members in parameter_groups(parameters):
+        first, n = members[0], len(members)
+        prefix, name = _split(name)
+        if prefix and prefix != above:
+            table.add_row(prefix)
+        above = prefix
+        state = n * (first.bytes_per_device + first.optimizer_bytes_per_device)
+        sizes = [bytes_words(first.bytes_per_device)] if wide else []
+        table.add_row(name, str(n), first.role, first.layout, *sizes, bytes_words(state))
+    return table
+
+
+def parameter_groups(parameters: Mapping[str, PlanParameter]) -> Iterator[tuple[str, list[PlanParameter]]]:
+    """(name with `*`, members) of parameters that differ in indices only and are laid out alike, in plan order."""
+    groups: dict[tuple[str, PlanParameter], dict[str, PlanParameter]] = defaultdict(dict)
+    for name, p in parameters.items():
+        groups[pattern_of(name), p][name] = p
+    per_pattern = Counter(key[0] for key in groups)
+    for key, members in groups.items():
+        yield group_name(members, alone=per_pattern[key[0]] == 1), list(members.values())
+
+
+def _split(name: str) -> tuple[str, str]:
+    """`model.layers.*` and `  mlp.up_proj.weight` of their join; no prefix where nothing repeats."""
+    parts = name.split(".")
+    at = max((i for i, part in enumerate(parts) if part == "*" or part.startswith("{")), default=-1)
+    return (".".join(parts[: at + 1]), "  " + ".".join(parts[at + 1 :])) if at >= 0 else ("", name)
+
+
+def _shares(breakdown: Mapping[str, float], whole: float, words: Callable[[float], str]) -> Table:
+    """A bar for each part of `whole`, largest first."""
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(ratio=1)
+    for what, amount in sorted(breakdown.items(), key=lambda item: -item[1]):
+        if amount > 0:
+            part = amount / whole if whole else 0.0
+            table.add_row(what, words(amount), f"{part:.1%}", _Bar(part))
+    return table
+
+
+class _Bar:
+    """A bar that fills as much of its cell as `part` says."""
+
+    def __init__(self, part: float) -> None:
+        self.part = part
+
+    def __rich_console__(self, console: Console, options: object) -> Iterator[Text]:
+        """Rich's protocol: what to print in the width given."""
+        width = getattr(options, "max_width", 40)
+        yield Text(bar(self.part, min(width, 60)), style="cyan", no_wrap=True)
+
+
+def _conversions(conversions: Sequence[PlanReshard], step_us: float) -> Table:
+    """Conversions of alike values added up, the dearest first."""
+    totals: dict[tuple[str, str, str, str], list[PlanReshard]] = defaultdict(list)
+    for c in conversions:
+        totals[" then ".join(c.steps), c.before, c.after, pattern_of(c.value) if "." in c.value else ""].append(c)
+    rows = sorted(totals.values(), key=lambda group: -sum(c.us * c.count for c in group))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("step", overflow="fold", ratio=2)
+    table.add_column("from → to", overflow="fold", ratio=2)
+    table.add_column("of", overflow="fold", ratio=2)
+    table.add_column("times", justify="right", no_wrap=True)
+    table.add_column("total", justify="right", no_wrap=True)
+    table.add_column("of step", justify="right", no_wrap=True)
+    for group in rows[:CONVERSIONS_SHOWN]:
+        table.add_row(*_conversion_row(group, step_us))
+    rest = [c for group in rows[CONVERSIONS_SHOWN:] for c in group]
+    if rest:
+        us = sum(c.us * c.count for c in rest)
+        count = sum(c.count for c in rest)
+        table.add_row(
+            f"{len(rows) - CONVERSIONS_SHOWN} more kinds", "", "", str(count), time_words(us), _part(us, step_us)
+        )
+    return table
+
+
+def _conversion_row(group: Sequence[PlanReshard], step_us: float) -> tuple[str, ...]:
+    first = group[0]
+    us = sum(c.us * c.count for c in group)
+    names = list(dict.fromkeys(pattern_of(c.value) for c in group))
+    of = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    arrow = f"{first.before} → {first.after}"
+    count = sum(c.count for c in group)
+    return " then ".join(first.steps), arrow, of, str(count), time_words(us), _part(us, step_us)
+
+
+def _part(us: float, step_us: float) -> str:
+    return f"{us / step_us:.1%}" if step_us else ""
+
+
+def notes_view(notes: Sequence[PlanNote], shown: int | None = NOTES_SHOWN) -> Iterator[RenderableType]:
+    """Notes that say the same, once, with how many places; those said most often first."""
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for note in notes:
+        alike[note.kind, note.message].append(note.where)
+    ordered = sorted(alike.items(), key=lambda item: -len(item[1]))
+    grid = _grid()
+    for (kind, message), places in ordered[:shown]:
+        more = f" and {len(places) - 1} more places" if len(places) > 1 else ""
+        grid.add_row(kind, f"{message} — {places[0]}{more}" if places[0] else message)
+    yield grid
+    if shown is not None and len(ordered) > shown:
+        yield Text(f"{len(ordered) - shown} more notes: `autopar inspect PLAN --notes`", style="dim")
