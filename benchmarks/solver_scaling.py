@@ -1,6 +1,6 @@
 """How long does the solver take on problems of the size of real captured graphs?
 
-    .venv/bin/python benchmarks/solver_scaling.py [--blocks 20] [--memory 0.6] [--time-limit 60]
+    PYTHONPATH=. .venv/bin/python benchmarks/solver_scaling.py [--blocks 17] [--memory 0.6] [--time-limit 60]
 
 Prints a line for each stage. The problems are chains of transformer-like blocks: matmuls with row-, column- and
 batch-split strategies on a two-axis mesh, element-wise followers, a residual stream that several ops read, parameters
@@ -13,6 +13,8 @@ import argparse
 import itertools
 import random
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from autopar.ir.problem import Consumer, Moment, NodeBytes, Problem, ProblemNode, ProblemValue
 from autopar.solver import build_model, reduce_problem, solve
@@ -28,6 +30,12 @@ LINEAR = (*POINTWISE, (("P",), "P", 0.0))
 NORM = ((("R",), "R", 1.0), (("S0",), "S0", 0.0))
 ADD = tuple(((p, p), p, share) for ((p,), _, share) in LINEAR)
 SIZES = (4, 8)
+T = TypeVar("T")
+LP_METHODS: dict[str, dict[str, str | float | int]] = {
+    "simplex, presolve": {"solver": "simplex", "presolve": "on"},
+    "simplex": {"solver": "simplex", "presolve": "off"},
+    "interior point, presolve": {"solver": "ipm", "presolve": "on"},
+}
 
 
 def _share(split: float, size: int) -> float:
@@ -61,16 +69,15 @@ def _step_us(p: str, q: str, part_bytes: float, size: int) -> float:
 
 def _reshard_us(tensor_bytes: float) -> tuple[tuple[float, ...], ...]:
     def local(pair: tuple[str, str]) -> float:
-        return tensor_bytes / (SIZES[0] if pair[0] in ("S0", "S1") else 1) / (SIZES[1] if pair[1] in ("S0", "S1") else 1)
-
-    return tuple(
-        tuple(
-            0.0 if p == q
-            else _step_us(p[0], q[0], max(local(p), local(q)), SIZES[0]) + _step_us(p[1], q[1], max(local(p), local(q)), SIZES[1])
-            for q in LAYOUTS
+        return (
+            tensor_bytes / (SIZES[0] if pair[0] in ("S0", "S1") else 1) / (SIZES[1] if pair[1] in ("S0", "S1") else 1)
         )
-        for p in LAYOUTS
-    )  # fmt: skip
+
+    def price(p: tuple[str, str], q: tuple[str, str]) -> float:
+        part = max(local(p), local(q))
+        return sum(_step_us(a, b, part, size) for a, b, size in zip(p, q, SIZES, strict=True))
+
+    return tuple(tuple(price(p, q) for q in LAYOUTS) for p in LAYOUTS)
 
 
 class _Chain:
@@ -83,7 +90,14 @@ class _Chain:
         self.readers: list[list[Consumer]] = []
         self.held: list[NodeBytes] = []
 
-    def op(self, name: str, rule: tuple[tuple[tuple[str, ...], str, float], ...], inputs: list[int], work_us: float, out_bytes: float) -> int:
+    def op(
+        self,
+        name: str,
+        rule: tuple[tuple[tuple[str, ...], str, float], ...],
+        inputs: list[int],
+        work_us: float,
+        out_bytes: float,
+    ) -> int:
         """Add an op; returns the index of the value that it makes."""
         strategies = _product(rule)
         node = len(self.nodes)
@@ -127,7 +141,9 @@ def chain_problem(blocks: int, *, memory: float = 1.0, seed: int = 0) -> Problem
     stream = chain.op("embed", NORM, [chain.parameter("embedding", weight)], 50.0, hidden)
     for b in range(blocks):
         normed = chain.op(f"{b}.norm1", NORM, [stream], 40.0, hidden)
-        heads = [chain.op(f"{b}.{n}", MATMUL, [normed, chain.parameter(f"{b}.w{n}", weight)], 900.0, hidden) for n in "qkv"]
+        heads = [
+            chain.op(f"{b}.{n}", MATMUL, [normed, chain.parameter(f"{b}.w{n}", weight)], 900.0, hidden) for n in "qkv"
+        ]
         heads = [chain.op(f"{b}.rotate{i}", POINTWISE, [h], 30.0, hidden) for i, h in enumerate(heads)]
         mixed = chain.op(f"{b}.scores", ADD[:3], heads[:2], 600.0, hidden)
         mixed = chain.op(f"{b}.mix", ADD[:3], [mixed, heads[2]], 600.0, hidden)
@@ -145,28 +161,34 @@ def chain_problem(blocks: int, *, memory: float = 1.0, seed: int = 0) -> Problem
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--blocks", type=int, default=17)
     parser.add_argument("--memory", type=float, default=0.6)
+    parser.add_argument("--gap", type=float, default=0.0)
     parser.add_argument("--time-limit", type=float, default=120.0)
     arguments = parser.parse_args()
     problem = chain_problem(arguments.blocks, memory=arguments.memory)
     print(problem)
-    for label, reduced in (("as it is", problem), ("reduced", None)):
-        began = time.perf_counter()
-        if reduced is None:
-            reduced = reduce_problem(problem).problem
-            print(f"{'reduce':>24} {time.perf_counter() - began:8.2f} s   {reduced}")
-            began = time.perf_counter()
-        model = build_model(reduced)
-        print(f"{label + ', build':>24} {time.perf_counter() - began:8.2f} s   {model.linear}")
-        for options in ({"solver": "simplex"}, {"solver": "simplex", "presolve": "off"}, {"solver": "ipm"}):
-            began = time.perf_counter()
-            answer = solve_lp(model.linear, options=options, time_limit_s=arguments.time_limit)
-            print(f"{' '.join(options.values()):>24} {time.perf_counter() - began:8.2f} s   LP {answer.objective:.3f}")
-    began = time.perf_counter()
-    solution = solve(problem, time_limit_s=arguments.time_limit)
-    print(f"{'solve':>24} {time.perf_counter() - began:8.2f} s   {solution.status.name} {solution.objective_us:.3f} us,"
-          f" gap {solution.gap:.2%}, integral LP: {solution.integral_lp}, {solution.memory_price_us_per_byte:.3g} us/byte")  # fmt: skip
+    reduction = timed("reduce", lambda: reduce_problem(problem))
+    for stage, subject in (("as it is", problem), ("reduced", reduction.problem if reduction else problem)):
+        print(f"{stage}: {subject}")
+        model = timed("build", lambda subject=subject: build_model(subject)).linear
+        print(f"{'':>30} {model}")
+        for name, options in LP_METHODS.items():
+            timed(name, lambda model=model, options=options: solve_lp(model, options=options).objective)
+    solution = timed("solve", lambda: solve(problem, time_limit_s=arguments.time_limit, gap=arguments.gap))
+    print(
+        f"{solution.status.name} {solution.objective_us:.3f} us, gap {solution.gap:.2%}, integral LP: "
+        f"{solution.integral_lp}, {solution.memory_price_us_per_byte:.3g} us/byte"
+    )
+
+
+def timed(label: str, work: Callable[[], T]) -> T:
+    """Run, and print the processor time of this thread: the wall clock says little on a shared machine."""
+    began = time.process_time()
+    result = work()
+    said = f"   {result:.3f} us" if isinstance(result, float) else ""
+    print(f"{label:>30} {time.process_time() - began:8.2f} s{said}")
+    return result
 
 
 if __name__ == "__main__":

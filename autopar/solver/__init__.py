@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.solver.api import solve
 from autopar.solver.bound import lower_bound_us
+from autopar.solver.dump import dump_problem, load_problem
 from autopar.solver.memory import LeastMemory, largest_terms, minimise_memory
 from autopar.solver.model import build_model
 from autopar.solver.modelling import write_lp, write_mps
@@ -12,7 +13,9 @@ from autopar.solver.reduce import reduce_problem
 __all__ = [
     "LeastMemory",
     "build_model",
+    "dump_problem",
     "largest_terms",
+    "load_problem",
     "lower_bound_us",
     "minimise_memory",
     "reduce_problem",

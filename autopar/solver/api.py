@@ -36,17 +36,29 @@ MAX_CUTS = 50
 
 
 @overload
-def solve(problem: Problem, *, time_limit_s: float | None = None, backend: str = "highs") -> Solution: ...
+def solve(
+    problem: Problem, *, time_limit_s: float | None = None, backend: str = "highs", gap: float = 0.0
+) -> Solution: ...
 
 
 @overload
 def solve(
-    problem: Problem, *, time_limit_s: float | None = None, backend: str = "highs", cutoff_us: float | None
+    problem: Problem,
+    *,
+    time_limit_s: float | None = None,
+    backend: str = "highs",
+    gap: float = 0.0,
+    cutoff_us: float | None,
 ) -> Solution | None: ...
 
 
 def solve(
-    problem: Problem, *, time_limit_s: float | None = None, backend: str = "highs", cutoff_us: float | None = None
+    problem: Problem,
+    *,
+    time_limit_s: float | None = None,
+    backend: str = "highs",
+    gap: float = 0.0,
+    cutoff_us: float | None = None,
 ) -> Solution | None:
     """The cheapest choice that fits every moment.
 
@@ -54,6 +66,7 @@ def solve(
         time_limit_s: stop after about so long; the best choice found by then comes back with status TIME_LIMIT and a
             bound (with no choice, and objective inf, if none was found).
         backend: "highs"; "pulp-cbc" and "pulp-highs" for checking.
+        gap: a relative gap that will do: a choice proven to be so close comes back with status FEASIBLE and the bound.
         cutoff_us: return None as soon as a bound proves that no choice costs less than this.
 
     Returns:
@@ -69,10 +82,12 @@ def solve(
     check_numbers(problem)
     clock = _Clock(time_limit_s)
     solver = backend_named(backend)
+    if not problem.nodes:
+        return _without_nodes(problem, solver.name)
     if cutoff_us is not None and lower_bound_us(problem, cutoff_us=cutoff_us) >= cutoff_us:
         return None
     reduction = reduce_problem(problem)
-    found = _NO_CHOICE if reduction is None else _solve_reduced(reduction.problem, solver, clock, cutoff_us)
+    found = _NO_CHOICE if reduction is None else _solve_reduced(reduction.problem, solver, clock, gap, cutoff_us)
     if cutoff_us is not None and (found.bound_us >= cutoff_us or found.status is Status.INFEASIBLE):
         return None
     if found.status is Status.INFEASIBLE:
@@ -119,7 +134,7 @@ class _Clock:
 
 
 def check_numbers(problem: Problem) -> None:
-    """Raise ValueError for what `check_problem` lets through and no model can hold: negative or NaN prices and sizes."""
+    """Raise ValueError for what `check_problem` lets through and no model holds: negative or NaN prices and sizes."""
     for value in problem.values:
         if not all(r >= 0 for row in value.reshard_us for r in row):
             raise ValueError(f"{value.name}: reshard_us must not be negative or NaN")
@@ -132,7 +147,7 @@ def check_numbers(problem: Problem) -> None:
             raise ValueError(f"moment {moment.name}: bytes must not be negative")
 
 
-def _solve_reduced(problem: Problem, solver: Backend, clock: _Clock, cutoff_us: float | None) -> _Found:
+def _solve_reduced(problem: Problem, solver: Backend, clock: _Clock, gap: float, cutoff_us: float | None) -> _Found:
     """LP first, then what it leaves open."""
     model = build_model(problem)
     lp = solver.lp(model.linear, clock.left_s())
@@ -153,11 +168,15 @@ def _solve_reduced(problem: Problem, solver: Backend, clock: _Clock, cutoff_us: 
             status=Status.OPTIMAL, choice=choice, objective_us=lp.objective, bound_us=lp.bound, integral_lp=True,
             memory_price=price,
         )  # fmt: skip
-    return _solve_whole(problem, solver, clock, lp, choice, objective, price)
+    if choice and objective - lp.bound <= gap * objective:
+        return _Found(
+            status=Status.FEASIBLE, choice=choice, objective_us=objective, bound_us=lp.bound, memory_price=price
+        )  # fmt: skip
+    return _solve_whole(problem, solver, clock, gap, lp, choice, objective, price)
 
 
 def _solve_whole(
-    problem: Problem, solver: Backend, clock: _Clock, lp: LinearAnswer,
+    problem: Problem, solver: Backend, clock: _Clock, gap: float, lp: LinearAnswer,
     choice: tuple[int, ...], objective: float, price: float,
 ) -> _Found:  # fmt: skip
     """The MIP, over the strategies that a choice better than `choice` could take."""
@@ -171,7 +190,7 @@ def _solve_whole(
     model = build_model(small.problem)
     for _ in range(MAX_CUTS):
         start = point_of(small.problem, model, start_choice) if start_choice else None
-        mip = solver.mip(model.linear, clock.left_s(), start)
+        mip = solver.mip(model.linear, clock.left_s(), start, gap)
         bound = max(lp.bound, min(mip.bound, objective))
         if mip.point is None:
             if mip.status is LinearStatus.TIME_LIMIT:
@@ -182,7 +201,7 @@ def _solve_whole(
         priced = evaluate(problem, answer)
         if priced.feasible:
             if mip.status is LinearStatus.OPTIMAL:
-                return _proved(answer, mip.objective, price)
+                return _proved(answer, mip.objective, price, bound)
             return _stopped(problem, answer if priced.objective_us < objective else choice, bound, price)
         model = without_choice(model, _over_limit(small.problem, picked), picked)
     return _Found(
@@ -190,9 +209,12 @@ def _solve_whole(
     ) if choice else _stopped(problem, (), lp.bound, price)  # fmt: skip
 
 
-def _proved(choice: tuple[int, ...], objective: float, price: float) -> _Found:
+def _proved(choice: tuple[int, ...], objective: float, price: float, bound: float = math.inf) -> _Found:
+    """Optimal, or feasible if the solver stopped at a gap that will do."""
+    tight = objective - bound <= TOLERANCE * (1.0 + abs(objective))
     return _Found(
-        status=Status.OPTIMAL, choice=choice, objective_us=objective, bound_us=objective, memory_price=price
+        status=Status.OPTIMAL if tight else Status.FEASIBLE, choice=choice, objective_us=objective,
+        bound_us=min(bound, objective), memory_price=price,
     )  # fmt: skip
 
 
@@ -279,6 +301,17 @@ def _disagreement(problem: Problem, claimed_us: float, priced: Evaluation) -> st
         f"{problem.name}: the solver says {claimed_us} us, the referee says {priced.objective_us} us"
         f" ({'fits' if priced.feasible else 'does not fit'}, bytes {priced.used_bytes})"
     )
+
+
+def _without_nodes(problem: Problem, solver: str) -> Solution:
+    """Nothing to choose: the fixed bytes fit or they don't."""
+    priced = evaluate(problem, ())
+    objective = priced.objective_us if priced.feasible else math.inf
+    return Solution(
+        status=Status.OPTIMAL if priced.feasible else Status.INFEASIBLE, choice=(), objective_us=objective,
+        bound_us=objective, time_s=0.0, solver=solver, integral_lp=priced.feasible,
+        needed_bytes=0 if priced.feasible else max(priced.used_bytes),
+    )  # fmt: skip
 
 
 def _infeasible(problem: Problem, solver: str, clock: _Clock) -> Solution:

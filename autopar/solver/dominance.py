@@ -94,7 +94,8 @@ def _makes(price: Floats, readers: list[Reader]) -> Floats:
     wanted = np.unique(np.concatenate([r.wants for r in readers]))
     before, after = price[:, None, wanted], price[None, :, wanted]
     if len(readers) == 1:
-        return _difference(before, after).max(axis=2)
+        least: Floats = _difference(before, after).max(axis=2)
+        return least
     total: Floats = np.maximum(0.0, _difference(before, after)).sum(axis=2)
     return total
 
@@ -103,8 +104,9 @@ def _reads(price: Floats, given: Ints, others: list[Reader]) -> Floats:
     """[q_a, q_b] for a reader."""
     before, after = price[given][:, :, None], price[given][:, None, :]
     if not others:
-        return _difference(before, after).max(axis=0)
-    grown = np.where(np.isinf(before), 0.0, after).max(axis=0)
+        least: Floats = _difference(before, after).max(axis=0)
+        return least
+    grown: Floats = np.where(np.isinf(before), 0.0, after).max(axis=0)
     np.fill_diagonal(grown, 0.0)
     for reader in others:
         if (reader.wants == reader.wants[0]).all():

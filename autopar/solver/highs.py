@@ -16,6 +16,7 @@ from autopar.errors import CompilerError
 from autopar.solver.linear import Floats, LinearAnswer, LinearModel, LinearStatus
 
 SEED = 1
+LP_OPTIONS: dict[str, str | float | int] = {"solver": "simplex", "presolve": "off"}  # fastest of those measured
 _STATUS = highspy.HighsModelStatus
 _FINISHED = {
     _STATUS.kOptimal: LinearStatus.OPTIMAL,
@@ -30,7 +31,7 @@ def solve_lp(
     model: LinearModel, *, time_limit_s: float | None = None, options: dict[str, str | float | int] | None = None
 ) -> LinearAnswer:
     """The LP relaxation of `model`, with duals. `options` are HiGHS options, for measuring."""
-    highs = _loaded(model, whole=False, options={"solver": "simplex", **(options or {})}, time_limit_s=time_limit_s)
+    highs = _loaded(model, whole=False, options={**LP_OPTIONS, **(options or {})}, time_limit_s=time_limit_s)
     status = _run(highs, "LP")
     if status is not LinearStatus.OPTIMAL:
         return LinearAnswer(status=status, point=None, objective=math.inf, bound=-math.inf)
@@ -42,9 +43,11 @@ def solve_lp(
     )  # fmt: skip
 
 
-def solve_mip(model: LinearModel, *, time_limit_s: float | None = None, start: Floats | None = None) -> LinearAnswer:
-    """The best whole point of `model`; `start` is a point known to be feasible."""
-    options: dict[str, str | float | int] = {"mip_rel_gap": 0.0, "mip_abs_gap": 1e-6}
+def solve_mip(
+    model: LinearModel, *, time_limit_s: float | None = None, start: Floats | None = None, gap: float = 0.0
+) -> LinearAnswer:
+    """The best whole point of `model`; `start` is a point known to be feasible, `gap` the relative gap that will do."""
+    options: dict[str, str | float | int] = {"mip_rel_gap": gap, "mip_abs_gap": 1e-6}
     highs = _loaded(model, whole=True, options=options, time_limit_s=time_limit_s)
     if start is not None:
         index = np.flatnonzero(model.integer).astype(np.int32)
@@ -64,15 +67,15 @@ def solve_mip(model: LinearModel, *, time_limit_s: float | None = None, start: F
 
 def version() -> str:
     """Name and version, for `Solution.solver`."""
-    return f"HiGHS {_Silent().version()}"
+    return f"HiGHS {_Silent().version()}"  # type: ignore[no-untyped-call]
 
 
 class _Silent(highspy.Highs):
-    """HiGHS prints its banner when callbacks are enabled, which its constructor does; this one is silent before that."""
+    """HiGHS prints its banner when its constructor enables callbacks; this one is silent before that."""
 
     def enableCallbacks(self) -> None:  # noqa: N802 (HiGHS names it)
         self.setOptionValue("output_flag", False)
-        super().enableCallbacks()
+        super().enableCallbacks()  # type: ignore[no-untyped-call]
 
 
 def _loaded(
@@ -80,7 +83,7 @@ def _loaded(
 ) -> highspy.Highs:
     """A HiGHS object that holds `model`."""
     highspy.Highs.resetGlobalScheduler(True)  # another user of this process may have started it with more threads
-    highs = _Silent()
+    highs = _Silent()  # type: ignore[no-untyped-call]
     fixed: dict[str, str | float | int] = {"threads": 1, "random_seed": SEED, **options}
     if time_limit_s is not None:
         fixed["time_limit"] = max(0.0, time_limit_s)
@@ -89,8 +92,9 @@ def _loaded(
             raise CompilerError(f"HiGHS {highs.version()} refused option {name}={setting!r}")
     integrality = (model.integer if whole else np.zeros(model.columns)).astype(np.int32)
     status = highs.passModel(
-        model.columns, model.rows, len(model.value), int(highspy.MatrixFormat.kColwise), int(highspy.ObjSense.kMinimize),
-        model.offset, model.cost, model.lower, model.upper, model.row_lower, model.row_upper,
+        model.columns, model.rows, len(model.value),
+        int(highspy.MatrixFormat.kColwise), int(highspy.ObjSense.kMinimize), model.offset,
+        model.cost, model.lower, model.upper, model.row_lower, model.row_upper,
         model.start.astype(np.int32), model.index.astype(np.int32), model.value, integrality,
     )  # fmt: skip
     if status == highspy.HighsStatus.kError:

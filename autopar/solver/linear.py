@@ -43,7 +43,8 @@ class LinearModel:
         return len(self.row_lower)
 
     def __str__(self) -> str:
-        return f"linear model: {self.columns} columns ({int(self.integer.sum())} whole), {self.rows} rows, {len(self.value)} entries"
+        whole = int(self.integer.sum())
+        return f"linear model: {self.columns} columns ({whole} whole), {self.rows} rows, {len(self.value)} entries"
 
 
 class LinearStatus(Enum):

@@ -22,8 +22,8 @@ from autopar.solver.linear import Bools, Floats, Ints
 from autopar.solver.reduction import Reduction, unchanged
 from autopar.solver.view import View
 
-
-GROWTH = 3.0
+GROWTH = 3.0  # a pair may have so many times the strategies of the larger node: measured, see benchmarks/solver_scaling
+LARGEST = 2**20  # entries of the largest table that a merge may look at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def merge_pairs(problem: Problem) -> Reduction:
     view = View(problem)
     busy: set[int] = set()
     pairs = []
-    for index, value in enumerate(problem.values):
+    for value in problem.values:
         readers = {c.node for c in value.consumers}
         if len(readers) != 1 or value.producer in readers or value.producer in busy or readers & busy:
             continue
@@ -53,12 +53,13 @@ def merge_pairs(problem: Problem) -> Reduction:
         if pair is not None:
             busy |= {pair.first, pair.second}
             pairs.append(pair)
-        del index
     return _rewritten(problem, view, pairs) if pairs else unchanged(problem)
 
 
 def _worth_merging(view: View, first: int, second: int) -> _Pair | None:
     """The merge of two nodes, or None if it would leave more strategies than the larger of them has."""
+    if len(view.cost[first]) * len(view.cost[second]) * max(len(view.cost[first]), len(view.cost[second])) > LARGEST:
+        return None
     values = tuple(
         v
         for v in view.values_of[first]
@@ -132,18 +133,23 @@ def _drop_stood_for(
     """Clear the pairs for which another pair, with the same strategy on the other axis, can stand."""
     if axis == 0:
         alive, cost, cover = alive.T, cost.T, cover.T
-    fits = (worst.grows_bytes + held[:, None, :] - held[:, :, None] <= 0).all(axis=0)
-    safe_cost = np.where(np.isinf(cost), 0.0, cost)
-    for x in reversed(range(alive.shape[1])):
-        grown = cost - safe_cost[:, x, None] + worst.wait_us[x][None, :]
-        hide = {g: h[x][None, :] for g, h in worst.hide_us.items()}
-        if group is not None:
-            hide[group] = hide.get(group, 0.0) + cover[:, x, None] - cover
-        for more in hide.values():
-            grown = grown + np.maximum(0.0, more)
-        stands = (grown <= 0) & fits[x][None, :] & alive
-        stands[:, x] = False
-        alive[:, x] &= ~stands.any(axis=1)
+    fits: Bools = np.all(worst.grows_bytes + held[:, None, :] - held[:, :, None] <= 0, axis=0)
+    safe = np.where(alive, cost, 0.0)
+    grown = safe[:, None, :] - safe[:, :, None] + worst.wait_us[None]
+    hide = {g: h[None] for g, h in worst.hide_us.items()}
+    if group is not None:
+        hide[group] = hide.get(group, 0.0) + cover[:, :, None] - cover[:, None, :]
+    for more in hide.values():
+        grown = grown + np.maximum(0.0, more)
+    stands = (grown <= 0) & fits[None] & alive[:, None, :]
+    # Of two that can stand for each other the lower stays. "Can" is meant up to rounding here, so that no ring of
+    # three can drop all of itself: in a ring every link holds both ways up to rounding, and then it leads downwards.
+    order = np.arange(len(fits))
+    room = 1e-9 * (1.0 + safe.max(initial=0.0))
+    mutual = (grown.transpose(0, 2, 1) <= room) & fits.T[None]
+    stands &= ~mutual | (order[None, :] < order[:, None])[None]
+    stands[:, order, order] = False
+    alive &= ~stands.any(axis=2)
 
 
 def _rewritten(problem: Problem, view: View, pairs: list[_Pair]) -> Reduction:

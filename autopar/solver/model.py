@@ -284,8 +284,9 @@ class _Work:
                 self.moment_rows.append(-1)
                 self.moment_scale.append(1.0)
                 continue
-            scale = _scale(moment)
-            row = self.builder.add_rows(1, -math.inf, room / scale)
+            divisor = _divisor(moment)
+            scale = max(divisor, moment.limit_bytes / 2**17)
+            row = self.builder.add_rows(1, -math.inf, (room if least_memory else room // divisor * divisor) / scale)
             for columns, sizes in terms:
                 self.builder.add_entries(np.full(len(columns), row[0]), columns, sizes / scale)
             self.moment_rows.append(int(row[0]))
@@ -347,10 +348,11 @@ def _distinct_consumers(value: ProblemValue) -> list[int]:
     return list(seen.values())
 
 
-def _scale(moment: Moment) -> float:
-    """Bytes in one unit of the row: the greatest common divisor of its sizes, or limit / 2^17 if that is larger.
+def _divisor(moment: Moment) -> int:
+    """Greatest common divisor of the moment's sizes: what is used is a multiple of it, so the room may be rounded down.
 
-    A solver's tolerance of 1e-6 is then less than one byte of an 80 GB limit and far from one unit of the divisor.
+    One unit of the row is the divisor, or limit / 2^17 if that is larger: a solver's tolerance of 1e-6 is then less
+    than one byte of a 100 GB limit.
     """
     sizes = [b for held in moment.nodes for b in held.bytes] + [b for v in moment.versions for b in v.bytes]
-    return max(1.0, float(math.gcd(*sizes)), moment.limit_bytes / 2**17)
+    return math.gcd(*sizes) or 1

@@ -1,10 +1,10 @@
 """Exact reductions: each takes a problem and gives a smaller one with the same optimum, and the way back.
 
-    drop_impossible     strategies that no finite conversion can serve
-    drop_dominated      strategies that another can always stand for           dominance.py
-    merge_pairs         a node and the only reader of its value, where that leaves no more strategies    merge.py
-    drop_unused_layouts rows and columns of a reshard table that nobody makes or wants
-    drop_slack_moments  moments that no choice can break, or that a neighbour implies
+drop_impossible     strategies that no finite conversion can serve
+drop_dominated      strategies that another can always stand for           dominance.py
+merge_pairs         a node and the only reader of its value, where that leaves no more strategies    merge.py
+drop_unused_layouts rows and columns of a reshard table that nobody makes or wants
+drop_slack_moments  moments that no choice can break, or that a neighbour implies
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar.ir.problem import Consumer, Moment, Problem, ProblemValue, VersionBytes
 from autopar.solver.dominance import no_worse, worst_growth
-from autopar.solver.linear import Bools
+from autopar.solver.linear import Bools, Ints
 from autopar.solver.merge import merge_pairs
 from autopar.solver.model import most_bytes
 from autopar.solver.reduction import Reduction, changed_tables, keep_strategies
@@ -62,14 +62,14 @@ def drop_impossible(problem: Problem) -> Reduction | None:
     return keep_strategies(problem, [[int(s) for s in np.flatnonzero(a)] for a in alive])
 
 
-def _serve(finite: Bools, made: np.ndarray, makes: Bools, wants: np.ndarray, reads: Bools) -> bool:
+def _serve(finite: Bools, made: Ints, makes: Bools, wants: Ints, reads: Bools) -> bool:
     """Strike strategies at both ends of a read that no strategy left at the other end can serve."""
-    given = np.zeros(len(finite), dtype=bool)
+    given: Bools = np.zeros(len(finite), dtype=bool)
     given[made[makes]] = True
-    changed = _strike(reads, finite[given].any(axis=0)[wants])
-    taken = np.zeros(len(finite), dtype=bool)
+    changed = _strike(reads, np.any(finite[given], axis=0)[wants])
+    taken: Bools = np.zeros(len(finite), dtype=bool)
     taken[wants[reads]] = True
-    return _strike(makes, finite[:, taken].any(axis=1)[made]) or changed
+    return _strike(makes, np.any(finite[:, taken], axis=1)[made]) or changed
 
 
 def _strike(alive: Bools, good: Bools) -> bool:
@@ -100,7 +100,9 @@ def drop_dominated(problem: Problem) -> Reduction:
 
 def drop_unused_layouts(problem: Problem) -> Reduction:
     """Drop rows and columns of reshard tables that nobody makes or wants, and values that nobody reads."""
-    values, place, layouts_of = [], {}, {}
+    values: list[ProblemValue] = []
+    place: dict[int, int] = {}
+    layouts_of: dict[int, list[int]] = {}
     for index, value in enumerate(problem.values):
         if not value.consumers:
             continue
@@ -155,7 +157,9 @@ def _implies(strong: Moment, weak: Moment) -> bool:
     versions = {(v.value, v.consumers): v.bytes for v in strong.versions}
     if len({h.node for h in weak.nodes}) < len(weak.nodes) or len(held) < len(strong.nodes):
         return False
-    if len({(v.value, v.consumers) for v in weak.versions}) < len(weak.versions) or len(versions) < len(strong.versions):
+    if len({(v.value, v.consumers) for v in weak.versions}) < len(weak.versions) or len(versions) < len(
+        strong.versions
+    ):
         return False
     return all(h.node in held and _covers(held[h.node], h.bytes) for h in weak.nodes) and all(
         (key := (v.value, v.consumers)) in versions and _covers(versions[key], v.bytes) for v in weak.versions

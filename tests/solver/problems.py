@@ -107,3 +107,26 @@ def _random_moment(draw, name, strategies, values):  # type: ignore[no-untyped-d
         name=name, limit_bytes=fixed + unit * draw.randint(terms, 6 * terms + 1), fixed_bytes=fixed, nodes=nodes,
         versions=tuple(versions),
     )  # fmt: skip
+
+
+def hard_problem(*, nodes: int, memory: bool = True, seed: int = 3) -> Problem:
+    """A chain with skips whose memory limit makes the LP fractional."""
+    draw = random.Random(seed)
+    layouts = 4
+    made = tuple(range(layouts))
+    chain = tuple(
+        ProblemNode(name=f"n{i}", cost_us=tuple(round(draw.uniform(5, 20), 2) for _ in made)) for i in range(nodes)
+    )
+
+    def value(first: int, readers: tuple[int, ...]) -> ProblemValue:
+        table = tuple(tuple(0.0 if p == q else round(draw.uniform(1, 9), 2) for q in made) for p in made)
+        consumers = tuple(
+            Consumer(node=r, wants=tuple(draw.sample(made, layouts))) for r in readers if r < nodes
+        )  # fmt: skip
+        return ProblemValue(name=f"v{first}", producer=first, made=made, consumers=consumers, reshard_us=table)
+
+    values = tuple(value(i, (i + 1, i + 3) if memory and i % 3 == 0 else (i + 1,)) for i in range(nodes - 1))
+    held = tuple(NodeBytes(node=i, bytes=tuple(draw.randint(1, 99) for _ in made)) for i in range(nodes))
+    least = sum(min(h.bytes) for h in held)
+    moment = Moment(name="step", limit_bytes=int(1.5 * least), nodes=held)
+    return Problem(name=f"hard {nodes}", nodes=chain, values=values, moments=(moment,) if memory else ())
