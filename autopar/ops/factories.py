@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from autopar.ir.graph import Node
+from autopar.ir.graph import Node, TorchConst
 from autopar.ir.layout import P, R, S
 from autopar.ir.strategy import Rule
 from autopar.ops.entry import LocalCall, LocalContext, Lower, Metas, OpEntry, arg, out_shape, rule
@@ -50,7 +50,10 @@ def _local_arange(here: LocalContext) -> LocalCall:
     if not axes:
         return here.same()
     start, step = _arange_bounds(here.node)
-    return LocalCall("local_ops.arange", (start, step, here.shape[0], axes), here.node.kwargs)
+    out = here.outputs[0]
+    assert out is not None
+    kwargs = {**dict(here.node.kwargs), "dtype": TorchConst("dtype", out.dtype)}
+    return LocalCall("local_ops.arange", (start, step, here.shape[0], axes), tuple(kwargs.items()))
 
 
 def _none(node: Node, metas: Metas) -> Iterator[Rule]:

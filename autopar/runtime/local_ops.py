@@ -1,0 +1,351 @@
+"""Local forms of ops that aren't simply the op on the pieces. Emitted code calls them with the rank's context `rt`.
+
+`axes` are the mesh axes that cut the dim in question, slowest first.
+
+Random numbers: element number i (row-major, of the *whole* tensor) of a draw is a hash of i and of (rt.seed, rt.step,
+rt.instance, key). So it doesn't depend on how the tensor is cut: replicas agree, pieces differ, a recomputed op draws
+the same again. The hash is `lowbias32` (C. Wellons, "Prospecting for hash functions") with a second salt; indices
+count modulo 2**32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.comm import Communicator
+
+Axes = tuple[str, ...]
+
+aten = torch.ops.aten
+
+
+def _rows(rt: Communicator, index: Tensor, size: int, axes: Axes) -> tuple[Tensor, Tensor]:
+    """(index into this rank's `size` rows, 0 where it is another's; whether it is this rank's)."""
+    own = index - rt.index(axes) * size if axes else index
+    inside = (own >= 0) & (own < size)
+    return torch.where(inside, own, 0), inside
+
+
+def _zero(like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=like.dtype, device=like.device)
+
+
+# Look-ups -------------------------------------------------------------------------------------------------------------
+
+
+def embedding(rt: Communicator, weight: Tensor, indices: Tensor, axes: Axes) -> Tensor:
+    """weight: this rank's rows -> their summand of the look-up, 0 where the row is another rank's."""
+    own, inside = _rows(rt, indices, weight.shape[0], axes)
+    return torch.where(inside.unsqueeze(-1), aten.embedding.default(weight, own), _zero(weight))
+
+
+def embedding_backward(rt: Communicator, grad: Tensor, indices: Tensor, rows: int, padding: int, axes: Axes) -> Tensor:
+    """Gradient of this rank's rows; the row `padding`, counted globally, gets none."""
+    own, inside = _rows(rt, indices, rows, axes)
+    if padding >= 0:
+        inside = inside & (indices != padding)
+    spare = torch.where(inside, own, rows)
+    found: Tensor = aten.embedding_dense_backward.default(grad, spare, rows + 1, -1, False)
+    return found[:rows]
+
+
+def pick(rt: Communicator, x: Tensor, dim: int, index: Tensor, axes: Axes) -> Tensor:
+    """x at `index` along `dim`, 0 where the index is outside this rank's piece."""
+    own, inside = _rows(rt, index, x.shape[dim], axes)
+    return torch.where(inside, x.gather(dim, own.unsqueeze(dim)).squeeze(dim), _zero(x))
+
+
+def place(rt: Communicator, values: Tensor, dim: int, index: Tensor, size: int, axes: Axes) -> Tensor:
+    """Adjoint of `pick`: this rank's piece, of `size` along `dim`, of a tensor that is 0 but at `index`."""
+    own, inside = _rows(rt, index, size, axes)
+    shape = [*values.shape[:dim], size, *values.shape[dim:]]
+    kept = torch.where(inside, values, _zero(values))
+    return values.new_zeros(shape).scatter_(dim, own.unsqueeze(dim), kept.unsqueeze(dim))
+
+
+def gather(rt: Communicator, x: Tensor, dim: int, index: Tensor, axes: Axes) -> Tensor:
+    """Summand of aten.gather of an x that is cut along `dim`."""
+    own, inside = _rows(rt, index, x.shape[dim], axes)
+    return torch.where(inside, x.gather(dim, own), _zero(x))
+
+
+def arange(
+    rt: Communicator, start: float, step: float, count: int, axes: Axes, *, dtype: torch.dtype, **_: object
+) -> Tensor:
+    """This rank's `count` numbers of start, start + step, ..."""
+    first = rt.index(axes) * count
+    whole = torch.arange(first, first + count, dtype=torch.int64, device=rt.device)
+    return (whole * step + start).to(dtype)
+
+
+# Products whose contraction is cut ------------------------------------------------------------------------------------
+
+
+def _first(rt: Communicator, axes: Axes) -> bool:
+    return int(rt.index(axes)) == 0
+
+
+def bias_once(
+    rt: Communicator, op: str, axes: Axes, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
+    """addmm or baddbmm where one rank of the axes adds the bias."""
+    function = aten.addmm.default if "addmm" in op else aten.baddbmm.default
+    found: Tensor = function(bias, a, b, beta=beta if _first(rt, axes) else 0, alpha=alpha)
+    return found
+
+
+def linear_bias_once(rt: Communicator, axes: Axes, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """linear where one rank of the axes adds the bias."""
+    found: Tensor = aten.linear.default(x, weight, bias if _first(rt, axes) else None)
+    return found
+
+
+def convolution_bias_once(
+    rt: Communicator, axes: Axes, x: Tensor, weight: Tensor, bias: Tensor, *geometry: Any
+) -> Tensor:
+    """convolution where one rank of the axes adds the bias."""
+    found: Tensor = aten.convolution.default(x, weight, bias if _first(rt, axes) else None, *geometry)
+    return found
+
+
+# Reductions with talk inside ------------------------------------------------------------------------------------------
+
+
+def mean(rt: Communicator, op: str, axes: Axes, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Summand of the mean over a cut dim: pieces are equal, so the mean is the mean of the pieces' means."""
+    function = aten.mean.default if op == "aten.mean.default" else aten.mean.dim
+    piece: Tensor = function(x, *args, **kwargs)
+    return piece / rt.size(axes)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def softmax(rt: Communicator, x: Tensor, dim: int, axes: Axes, dtype: torch.dtype) -> Tensor:
+    """softmax over a cut dim: the maximum and the sum of exponentials are taken over the axes."""
+    wide = _wide(x)
+    exp = (wide - rt.all_reduce_max(wide.amax(dim, keepdim=True), axes)).exp()
+    return (exp / rt.all_reduce(exp.sum(dim, keepdim=True), axes)).to(dtype)
+
+
+def safe_softmax(rt: Communicator, x: Tensor, dim: int, axes: Axes, dtype: torch.dtype) -> Tensor:
+    """softmax over a cut dim that gives 0 where a whole row is -inf."""
+    wide = _wide(x.to(dtype))
+    largest = rt.all_reduce_max(wide.amax(dim, keepdim=True), axes)
+    exp = (wide - torch.where(largest == -math.inf, _zero(largest), largest)).exp()
+    total = rt.all_reduce(exp.sum(dim, keepdim=True), axes)
+    return torch.where(total == 0, _zero(total), exp / total).to(dtype)
+
+
+def log_softmax(rt: Communicator, x: Tensor, dim: int, axes: Axes, dtype: torch.dtype) -> Tensor:
+    """log_softmax over a cut dim."""
+    wide = _wide(x)
+    moved = wide - rt.all_reduce_max(wide.amax(dim, keepdim=True), axes)
+    return (moved - rt.all_reduce(moved.exp().sum(dim, keepdim=True), axes).log()).to(dtype)
+
+
+def softmax_backward(
+    rt: Communicator, grad: Tensor, output: Tensor, dim: int, axes: Axes, dtype: torch.dtype
+) -> Tensor:
+    """grad · output - output · sum(grad · output)."""
+    product = _wide(grad) * _wide(output)
+    return (product - _wide(output) * rt.all_reduce(product.sum(dim, keepdim=True), axes)).to(dtype)
+
+
+def log_softmax_backward(
+    rt: Communicator, grad: Tensor, output: Tensor, dim: int, axes: Axes, dtype: torch.dtype
+) -> Tensor:
+    """grad - exp(output) · sum(grad)."""
+    wide = _wide(grad)
+    return (wide - _wide(output).exp() * rt.all_reduce(wide.sum(dim, keepdim=True), axes)).to(dtype)
+
+
+def logsumexp(rt: Communicator, axes: Axes, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    """logsumexp over dims one of which is cut."""
+    wide = _wide(x)
+    largest = rt.all_reduce_max(wide.amax(dim, keepdim=True), axes)
+    largest = torch.where(largest.isinf(), _zero(largest), largest)
+    total = rt.all_reduce((wide - largest).exp().sum(dim, keepdim=True), axes)
+    found = (total.log() + largest).to(x.dtype)
+    return found if keepdim else found.squeeze([dim] if isinstance(dim, int) else list(dim))
+
+
+# Normalisations -------------------------------------------------------------------------------------------------------
+
+
+def layer_norm_backward(
+    rt: Communicator, grad: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tensor, *rest: Any
+) -> Any:
+    """torch's kernel reads mean and rstd as if they were contiguous: make them so."""
+    return aten.native_layer_norm_backward.default(
+        grad.contiguous(), x.contiguous(), shape, mean.contiguous(), rstd.contiguous(), *rest
+    )
+
+
+def _channels(x: Tensor) -> tuple[list[int], list[int]]:
+    """(dims to sum over, shape that broadcasts a per-channel vector)."""
+    return [d for d in range(x.dim()) if d != 1], [x.shape[1] if d == 1 else 1 for d in range(x.dim())]
+
+
+def _statistics(rt: Communicator, x: Tensor, axes: Axes) -> tuple[Tensor, Tensor, int]:
+    """Mean and variance (divided by the count) per channel over the whole batch, and the count."""
+    dims, shape = _channels(x)
+    wide = _wide(x)
+    count = x.numel() // x.shape[1] * rt.size(axes)
+    middle = rt.all_reduce(wide.sum(dims), axes) / count
+    apart = wide - middle.view(shape)
+    return middle, rt.all_reduce((apart * apart).sum(dims), axes) / count, count
+
+
+def batch_norm_functional(
+    rt: Communicator, x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor,
+    training: bool, momentum: float, eps: float, axes: Axes,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Training with the whole batch's statistics, x cut along the batch."""
+    middle, var, count = _statistics(rt, x, axes)
+    out, rstd = _normalised(x, weight, bias, middle, var, eps)
+    unbiased = var * (count / max(count - 1, 1))
+    return (
+        out, middle, rstd, running_mean.lerp(middle.to(running_mean.dtype), momentum),
+        running_var.lerp(unbiased.to(running_var.dtype), momentum),
+    )  # fmt: skip
+
+
+def batch_norm(
+    rt: Communicator, x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, training: bool, momentum: float, eps: float, axes: Axes,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `batch_norm_functional`, with running statistics updated in place."""
+    middle, var, count = _statistics(rt, x, axes)
+    out, rstd = _normalised(x, weight, bias, middle, var, eps)
+    if running_mean is not None and running_var is not None:
+        running_mean.lerp_(middle.to(running_mean.dtype), momentum)
+        running_var.lerp_((var * (count / max(count - 1, 1))).to(running_var.dtype), momentum)
+    return out, middle, rstd
+
+
+def _normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, middle: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    shape = _channels(x)[1]
+    rstd = (var + eps).rsqrt()
+    out = (_wide(x) - middle.view(shape)) * rstd.view(shape)
+    if weight is not None:
+        out = out * weight.view(shape)
+    if bias is not None:
+        out = out + bias.view(shape)
+    return out.to(x.dtype), rstd
+
+
+def batch_norm_backward(
+    rt: Communicator, grad: Tensor, x: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    mean: Tensor, rstd: Tensor, training: bool, eps: float, mask: Any, axes: Axes,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of x, scale and offset in training; the last two are whole on every rank."""
+    dims, shape = _channels(x)
+    count = x.numel() // x.shape[1] * rt.size(axes)
+    wide = _wide(grad)
+    unit = (_wide(x) - mean.view(shape)) * rstd.view(shape)
+    of_offset, of_scale = rt.all_reduce(torch.stack([wide.sum(dims), (wide * unit).sum(dims)]), axes).unbind()
+    found: Tensor | None = None
+    if mask[0]:
+        factor = rstd if weight is None else rstd * weight
+        rest = (of_offset.view(shape) + unit * of_scale.view(shape)) / count
+        found = ((wide - rest) * factor.view(shape)).to(x.dtype)
+    kind = x.dtype if weight is None else weight.dtype
+    return found, of_scale.to(kind) if mask[1] else None, of_offset.to(kind) if mask[2] else None
+
+
+# Random ops -----------------------------------------------------------------------------------------------------------
+
+_BITS = 24
+
+
+def _salts(rt: Communicator, key: str) -> tuple[int, int]:
+    text = f"{rt.seed}|{rt.step}|{rt.instance}|{key}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    first, second = (int.from_bytes(part, "little", signed=True) for part in (digest[:4], digest[4:]))
+    return first, second
+
+
+def _integers(
+    rt: Communicator, key: str, shape: tuple[int, ...], axes: tuple[Axes, ...], device: torch.device
+) -> Tensor:
+    """int32 numbers in 0 .. 2**24 - 1, one per element of this rank's piece."""
+    first, second = _salts(rt, key)
+    x = torch.full((1,) * len(shape), 0, dtype=torch.int32, device=device)
+    stride = 1
+    for d in reversed(range(len(shape))):
+        start = rt.index(axes[d]) * shape[d] if axes[d] else 0
+        at = torch.arange(start, start + shape[d], dtype=torch.int64, device=device) * stride
+        x = x + _wrapped(at).view([-1 if i == d else 1 for i in range(len(shape))])
+        stride *= shape[d] * (rt.size(axes[d]) if axes[d] else 1)
+    x = x.bitwise_xor_(first) if x.shape == shape else x.expand(shape).bitwise_xor(first)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x7FEB352D
+    x ^= second
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= 0x846CA68B - 2**32
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x.bitwise_and_(2**_BITS - 1)
+
+
+def _wrapped(at: Tensor) -> Tensor:
+    """int64 -> int32 modulo 2**32."""
+    return ((at + 2**31) % 2**32 - 2**31).to(torch.int32)
+
+
+def uniform(rt: Communicator, key: str, shape: tuple[int, ...], axes: tuple[Axes, ...], device: torch.device) -> Tensor:
+    """float32 numbers in [0, 1), one per element of this rank's piece."""
+    return _integers(rt, key, shape, axes, device).float().mul_(2.0**-_BITS)
+
+
+def dropout(
+    rt: Communicator, x: Tensor, p: float, key: str, shape: tuple[int, ...], axes: tuple[Axes, ...]
+) -> tuple[Tensor, Tensor]:
+    """(x · mask / (1 - p), mask)."""
+    mask = _integers(rt, key, shape, axes, x.device) >= round(p * 2**_BITS)
+    return x * mask * (0.0 if p >= 1 else 1 / (1 - p)), mask
+
+
+def bernoulli(
+    rt: Communicator, x: Tensor, p: float | None, key: str, shape: tuple[int, ...], axes: tuple[Axes, ...]
+) -> Tensor:
+    """1 with probability p, or x where p is None; of x's shape and dtype."""
+    return (uniform(rt, key, shape, axes, x.device) < (x if p is None else p)).to(x.dtype)
+
+
+def rand(
+    rt: Communicator, like: Tensor | None, key: str, shape: tuple[int, ...], axes: tuple[Axes, ...], dtype: torch.dtype
+) -> Tensor:
+    """Uniform in [0, 1)."""
+    return uniform(rt, key, shape, axes, _device(rt, like)).to(dtype)
+
+
+def randn(
+    rt: Communicator, like: Tensor | None, key: str, shape: tuple[int, ...], axes: tuple[Axes, ...], dtype: torch.dtype
+) -> Tensor:
+    """Normal, by Box and Muller."""
+    device = _device(rt, like)
+    radius = (-2.0 * torch.log1p(-uniform(rt, key + "/radius", shape, axes, device))).sqrt()
+    return (radius * torch.cos(2 * math.pi * uniform(rt, key + "/angle", shape, axes, device))).to(dtype)
+
+
+def randint(
+    rt: Communicator, like: Tensor | None, low: int, high: int, key: str, shape: tuple[int, ...], axes: tuple[Axes, ...],
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Integers in low .. high - 1 (ranges above 2**24 are not all reached)."""
+    return (_integers(rt, key, shape, axes, _device(rt, like)).to(torch.int64) * (high - low) // 2**_BITS + low).to(
+        dtype
+    )
+
+
+def _device(rt: Communicator, like: Tensor | None) -> torch.device:
+    return rt.device if like is None else like.device
