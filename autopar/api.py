@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar import codegen, sharding, tracer
 from autopar.cost_model.answer import make_plan
 from autopar.cost_model.build import Priced, build_problem
+from autopar.cost_model.local import local_cluster
 from autopar.cost_model.prices import MeshPrices, model_flops
 from autopar.cost_model.search_space import mesh_candidates
-from autopar.cost_model.wiring import Wiring, wire
+from autopar.cost_model.wiring import wire
 from autopar.errors import InfeasibleError, PlanError, UserError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph
+from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
+from autopar.ir.program import Source
 from autopar.ir.solution import Solution, Status
 from autopar.ir.strategy import Note, StrategyTable
+from autopar.runtime.comm import Alone, Communicator
+from autopar.runtime.deferred import DeferredModule
+from autopar.runtime.groups import communicator, init_ranks
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.threads import run_threads
 from autopar.solver import largest_terms, lower_bound_us, minimise_memory, solve
+from autopar.verification import Trained, VerifyReport, compare, reference, train
 
 Progress = Callable[[str, float], None]
 """Called with (what is being done, part done 0..1)."""
@@ -147,8 +157,8 @@ def _infeasible(captured: CapturedGraph, tight: list[_Candidate], limit: int) ->
     terms = largest_terms(problem, least.choice, 0) if least else ()
     listed = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, size in terms[:3])
     return InfeasibleError(
-        f"{captured.model_name}: no plan fits {limit / 2**30:.2f} GiB per device; the least is {needed / 2**30:.2f} GiB on mesh "
-        f"{tight[at].mesh} (largest: {listed}). More devices, a smaller batch or --memory-limit {needed} would do.",
+        f"{captured.model_name}: no plan fits {limit / 2**30:.2f} GiB per device; the least is "
+        f"{needed / 2**30:.2f} GiB on mesh {tight[at].mesh} (largest: {listed}). More devices, a smaller batch or --memory-limit {needed} would do.",
         needed_bytes=needed,
         budget_bytes=limit,
         largest_terms=terms,
@@ -174,3 +184,137 @@ class _Dump:
 def mesh_of(plan: Plan) -> Mesh:
     """The mesh that a plan names."""
     return Mesh(axes=tuple(Axis(name=n, size=s, level=plan.mesh.levels.get(n, 0)) for n, s in plan.mesh.axes.items()))
+
+
+def compile(
+    model: nn.Module,
+    cluster: ClusterSpec | None = None,
+    *,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    plan: Plan | None = None,
+    options: Options | None = None,
+) -> nn.Module:
+    """This rank's part of the model, spread as the plan says. Under torchrun or `launch`, called alike by every rank.
+
+    Without `example_inputs` the module is compiled at its first call.
+
+    Raises:
+        PlanError: the plan is for another model, or for another number of ranks than were started.
+    """
+    if cluster is None and plan is None:
+        raise UserError("compile needs a cluster or a plan")
+    options = options or Options(precision=plan.precision if plan else "fp32")
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    wanted = plan.cluster.devices if plan is not None else cluster.devices if cluster is not None else 1
+    if started != wanted:
+        raise PlanError(f"the {'plan' if plan else 'cluster'} describes {wanted} ranks, {started} were launched")
+    if example_inputs is None:
+        return DeferredModule(lambda inputs: _compiled(model, cluster, inputs, plan, options))
+    return _compiled(model, cluster, example_inputs, plan, options)
+
+
+def _compiled(
+    model: nn.Module,
+    cluster: ClusterSpec | None,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...],
+    plan: Plan | None,
+    options: Options,
+) -> ParallelModule:
+    captured = capture(model, example_inputs, options=options)
+    if plan is None:
+        assert cluster is not None
+        plan = plan_captured(captured, cluster, options=options)
+    source = emit_captured(captured, plan)
+    mesh = mesh_of(plan)
+    if mesh.size > 1:
+        init_ranks()
+    rt = communicator(mesh) if mesh.size > 1 else Alone(mesh, torch.device("cpu"))
+    return ParallelModule(
+        captured, plan, source, model, rt, recompile=_other_mode(model, cluster, example_inputs, plan, options)
+    )
+
+
+def _other_mode(
+    model: nn.Module,
+    cluster: ClusterSpec | None,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...],
+    plan: Plan,
+    options: Options,
+) -> Callable[[bool], tuple[CapturedGraph, Plan, Source]] | None:
+    """How the module gets its other mode (evaluation, if captured in training): planned with parameters stored alike."""
+    if cluster is None:
+        return None
+
+    def recompile(training: bool) -> tuple[CapturedGraph, Plan, Source]:
+        before = model.training
+        try:
+            captured = capture(model.train(training), example_inputs, options=options)
+        finally:
+            model.train(before)
+        pins = {**options.pins, **plan.mesh.axes, **{name: p.layout for name, p in plan.parameters.items()}}
+        found = plan_captured(captured, cluster, options=replace(options, pins=pins))
+        return captured, found, emit_captured(captured, found)
+
+    return recompile
+
+
+def emit_captured(captured: CapturedGraph, plan: Plan) -> Source:
+    """The module that a plan makes of a captured graph. Checks that what is priced is what is emitted."""
+    if plan.model.graph_hash != captured.hash:
+        raise PlanError(
+            f"the plan is for model {plan.model.name} (graph {plan.model.graph_hash}), this one is "
+            f"{captured.model_name} (graph {captured.hash}): search again, with the same batch and options"
+        )
+    program = codegen.lower(captured, plan, mesh_of(plan))
+    codegen.check_program(program, plan)
+    return codegen.emit(program)
+
+
+def emit_source(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...],
+    plan: Plan,
+    *,
+    options: Options | None = None,
+) -> str:
+    """The emitted Python of a plan."""
+    options = options or Options(precision=plan.precision)  # type: ignore[arg-type]
+    return emit_captured(capture(model, example_inputs, options=options), plan).text
+
+
+def verify(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...],
+    *,
+    ranks: int = 2,
+    options: Options | None = None,
+    plan: Plan | None = None,
+    cluster: ClusterSpec | None = None,
+    captured: CapturedGraph | None = None,
+    steps: int = 3,
+) -> VerifyReport:
+    """Run a plan on in-process ranks beside one device and compare. `plan` None: searched, on `cluster` or here."""
+    options = options or Options()
+    captured = captured or capture(model, example_inputs, options=options)
+    if plan is None:
+        plan = plan_captured(captured, cluster or local_cluster(ranks), options=options)
+    source = emit_captured(captured, plan)
+    expected = reference(model, example_inputs, steps)
+    graph = captured
+
+    def rank(rt: Communicator) -> Trained:
+        module = ParallelModule(graph, plan, source, model, rt)
+        layouts = {name: parse_layout(p.layout, rt.mesh) for name, p in plan.parameters.items()}
+        whole = replicated(rt.mesh)
+        return train(
+            module, lambda m: _called(m, example_inputs),
+            lambda name, piece: rt.convert(piece, layouts[name], whole), steps, module.full_state_dict,
+        )  # fmt: skip
+
+    found = run_threads(mesh_of(plan), rank, timeout_s=600.0)
+    return compare(expected, found, {name: p.layout for name, p in plan.parameters.items()})
+
+
+def _called(module: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Any:
+    args, kwargs = _call(inputs)
+    return module(*args, **kwargs)

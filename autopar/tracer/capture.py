@@ -7,9 +7,11 @@ fake forward (records ops, finds what cannot be captured) -> choose repeated blo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError
@@ -18,16 +20,17 @@ from autopar.ir.options import Options
 from autopar.tracer.again import remake_parameter_views
 from autopar.tracer.blocks import CapturedBlock, capture_blocks, run_block
 from autopar.tracer.check import check_graph
-from autopar.tracer.choose import choose_blocks
+from autopar.tracer.choose import choose_blocks, used_outside
 from autopar.tracer.convert import Argument, Converter
 from autopar.tracer.joint import Position, trace
 from autopar.tracer.leaf_ops import shapes_known
-from autopar.tracer.record import Record, record_forward
+from autopar.tracer.record import Record, record_forward, stand_ins
 from autopar.tracer.refuse import readable_errors
 from autopar.tracer.rig import Rig, attributes_kept, cast, refuse_changes, routed
 from autopar.tracer.signature import Inputs, call_signature, captured_dtype, dtype_name, read_inputs, read_outputs
 from autopar.tracer.simplify import cancel_transposes
 from autopar.tracer.torch_private import capture_flags, enable_python_dispatcher
+from autopar.tracer.wide import Wide
 
 Notes = tuple[tuple[str, str, str], ...]
 
@@ -49,15 +52,29 @@ def capture(
     inputs = read_inputs(model, args, kwargs, options.precision)
     rig = Rig(model, options.precision)
     changes: list[str] = []
-    with capture_flags():
-        with attributes_kept(model, changes), readable_errors():
-            record = record_forward(rig, inputs)
+    with capture_flags(), Wide() if options.precision == "fp64" else nullcontext():
+        with readable_errors():
+            record = record_forward(rig, inputs, changes)
         refuse_changes(changes)
         outputs = _choose_outputs(record, options)
         with attributes_kept(model, []), readable_errors():
             chosen = choose_blocks(record, rig) if options.fold_blocks else ()
             blocks = capture_blocks(chosen, record, rig)
-            captured = _capture_top(rig, inputs, record, outputs, blocks, model_name or type(model).__name__, options)
+            used = sorted(used_outside(record, chosen))
+            top = _capture_top(rig, inputs, outputs, blocks, used)
+    captured = CapturedGraph(
+        model_name=model_name or type(model).__name__,
+        top=top.converted,
+        blocks=tuple(b.block for b in blocks),
+        parameters=_parameter_infos(rig),
+        buffers=_buffer_infos(rig),
+        signature=call_signature(
+            inputs, [path for path, _ in record.outputs], record.rebuild, outputs.differentiable, rig.precision
+        ),
+        training=model.training,
+        constants={**top.constants, **{k: v for b in blocks for k, v in b.constants.items()}},
+        notes=outputs.notes,
+    )
     captured = _tidied(captured)
     check_graph(captured)
     return captured
@@ -100,63 +117,49 @@ def _choose_outputs(record: Record, options: Options) -> Outputs:
 
 
 def _capture_top(
-    rig: Rig,
-    inputs: Inputs,
-    record: Record,
-    outputs: Outputs,
-    blocks: Sequence[CapturedBlock],
-    name: str,
-    options: Options,
-) -> CapturedGraph:
+    rig: Rig, inputs: Inputs, outputs: Outputs, blocks: Sequence[CapturedBlock], used: list[int]
+) -> Converter:
+    """Trace the top level. `used`: slots that are read outside blocks; only these are arguments of the traced function."""
     position = Position()
-    with rig.mode, enable_python_dispatcher(), shapes_known({b.use.key: b.shapes for b in blocks}):
-        tensors = [*rig.fakes(), *fake_inputs(inputs, rig.precision)]
-        joint = trace(_top_function(rig, inputs, outputs, blocks, position), tensors, position)
-    uses = {b.use.key: b.use for b in blocks}
-    instances = {number: path for b in blocks for number, path in b.instances.items()}
-    converter = Converter("top", joint, _arguments(rig, inputs), uses, instances)
-    converter.block_metas = {c: meta for b in blocks for c, meta in b.constant_metas.items()}
-    top = converter.graph()
-    paths = [path for path, _ in record.outputs]
-    return CapturedGraph(
-        model_name=name,
-        top=top,
-        blocks=tuple(b.block for b in blocks),
-        parameters=_parameter_infos(rig),
-        buffers=_buffer_infos(rig),
-        signature=call_signature(inputs, paths, outputs.differentiable, record.rebuild, rig.precision),
-        training=rig.module.training,
-        constants={**converter.constants, **{k: v for b in blocks for k, v in b.constants.items()}},
-        notes=outputs.notes,
-    )
-
-
-def fake_inputs(inputs: Inputs, precision: str) -> list[Tensor]:
-    """Contiguous CPU stand-ins for the tensor leaves. To be called under the fake mode."""
-    import torch
-
-    return [
-        torch.empty(x.shape, dtype=captured_dtype(x.dtype, precision), device="cpu", requires_grad=x.requires_grad)
-        for x in inputs.tensors
-    ]
+    shapes = {b.use.key: b.shapes for b in blocks}
+    with rig.mode, enable_python_dispatcher(), shapes_known(shapes):
+        anchor = torch.zeros((), device="cpu", requires_grad=True)
+        tensors = [*map(rig.stand_in, used), *stand_ins(inputs, rig.precision, "cpu"), anchor]
+        run = _top_function(rig, inputs, outputs, blocks, used, position, rig.placeholders())
+        joint = trace(run, tensors if blocks else tensors[:-1], position)
+    metas = {name: meta for b in blocks for name, meta in b.constant_metas.items()}
+    converter = Converter("top", joint, _arguments(rig, inputs, used), [b.use for b in blocks], metas)
+    for block in blocks:
+        converter.instances.update(block.instances)
+    converter.convert()
+    return converter
 
 
 def _top_function(
-    rig: Rig, inputs: Inputs, outputs: Outputs, blocks: Sequence[CapturedBlock], position: Position
+    rig: Rig,
+    inputs: Inputs,
+    outputs: Outputs,
+    blocks: Sequence[CapturedBlock],
+    used: list[int],
+    position: Position,
+    placeholders: list[Tensor],
 ) -> Any:
-    """The function of flat tensors that is traced: slots, then inputs -> output tensors."""
+    """The function of flat tensors that is traced: used slots, then inputs, then the anchor if any block -> output tensors."""
     calls = {call: (block, number) for block in blocks for call, number in block.calls.items()}
+    count = len(inputs.tensors)
 
     def run(*flat: Tensor) -> tuple[Tensor, ...]:
-        slots, given = flat[: len(rig.slots)], flat[len(rig.slots) :]
-        installed = [rig.used_form(i, x) for i, x in enumerate(slots)]
+        slots, given = flat[: len(used)], flat[len(used) : len(used) + count]
+        installed: list[Tensor | None] = list(placeholders)
+        for i, x in zip(used, slots, strict=True):
+            installed[i] = rig.used_form(i, x)
         seen: dict[str, int] = {}
 
         def hook(module: nn.Module, path: str, args: Any, kwargs: Any, proceed: Any) -> Any:
             seen[path] = seen.get(path, -1) + 1
             if (path, seen[path]) in calls:
                 block, number = calls[path, seen[path]]
-                return run_block(block, number, slots, args, kwargs)
+                return run_block(block, number, flat[-1], args, kwargs)
             position.paths.append(path)
             try:
                 return proceed()
@@ -166,21 +169,26 @@ def _top_function(
         with rig.installed(installed), routed(rig.names, hook):
             result = inputs.call(rig.module, [cast(x, rig.precision) for x in given])
             for i, new in rig.replaced(installed):
-                slots[i].copy_(new)
+                slots[used.index(i)].copy_(new)
         found, _ = read_outputs(result)
         return tuple(x if keep else x.detach() for (_, x), keep in zip(found, outputs.differentiable, strict=True))
 
     return run
 
 
-def _arguments(rig: Rig, inputs: Inputs) -> list[Argument]:
+def _arguments(rig: Rig, inputs: Inputs, used: list[int]) -> list[Argument]:
+    traced = {slot: position for position, slot in enumerate(used)}
     found = []
-    for slot in rig.slots:
+    for i, slot in enumerate(rig.slots):
         kind = InputKind.PARAMETER if slot.is_parameter else InputKind.BUFFER
         grad = slot.is_parameter and slot.tensor.requires_grad
-        found.append(Argument(kind=kind, target=slot.name, requires_grad=grad, keep=slot.is_parameter))
-    for path, x in zip(inputs.tensor_paths, inputs.tensors, strict=True):
-        found.append(Argument(kind=InputKind.INPUT, target=path, requires_grad=x.requires_grad, keep=True))
+        meta = _meta(slot.tensor, rig)
+        found.append(
+            Argument(kind=kind, target=slot.name, requires_grad=grad, keep=slot.is_parameter, traced=traced.get(i), meta=meta)
+        )
+    for k, (path, x) in enumerate(zip(inputs.tensor_paths, inputs.tensors, strict=True)):
+        grad = x.requires_grad
+        found.append(Argument(kind=InputKind.INPUT, target=path, requires_grad=grad, keep=True, traced=len(used) + k))
     return found
 
 

@@ -1,0 +1,200 @@
+"""Does a plan compute what one device computes? Loss, every gradient, and the state after three AdamW steps.
+
+Ranks are threads of this process, so that 16 need no processes. The optimizer's eps is large (1e-4):
+with a small one it turns the rounding noise of gradients that are zero in exact arithmetic (a key's bias under
+softmax) into steps of the full learning rate, and nothing could be compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import InputError
+from autopar.tracer import Wide
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+LEARNING_RATE, EPS = 1e-2, 1e-4
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One compared tensor: `error` is the largest difference over the largest entry of the reference."""
+
+    name: str
+    layout: str
+    error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Within tolerance; NaN is not."""
+        return self.error <= self.tolerance
+
+    def __str__(self) -> str:
+        mark = "ok  " if self.ok else "DIFF"
+        return f"{mark} {self.name:60} {self.layout:20} {self.error:9.2e} (tolerance {self.tolerance:.0e})"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was compared, in the order loss, gradients, parameters, optimizer state, buffers."""
+
+    ranks: int
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True if every tensor agrees."""
+        return bool(self.rows) and all(r.ok for r in self.rows)
+
+    @property
+    def first_difference(self) -> Row | None:
+        """The first tensor that differs, or None."""
+        return next((r for r in self.rows if not r.ok), None)
+
+    def __str__(self) -> str:
+        wrong = [r for r in self.rows if not r.ok]
+        if not wrong:
+            worst = max(self.rows, key=lambda r: r.error / r.tolerance)
+            return f"{len(self.rows)} tensors equal one device's on {self.ranks} ranks; largest error {worst.error:.1e} in {worst.name}"
+        return "\n".join(
+            [f"{len(wrong)} of {len(self.rows)} tensors differ on {self.ranks} ranks:", *map(str, wrong[:20])]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What three steps left: whole tensors by name. `gradients` are of the first step, None where None."""
+
+    losses: tuple[float, ...]
+    outputs: Tensors
+    gradients: dict[str, Tensor | None]
+    state: Tensors
+    optimizer: Tensors
+
+
+def losses_of(result: Any) -> list[Tensor]:
+    """Scalar floating tensors with a gradient in a model's return value, in order; else all with a gradient."""
+    found = [x for x in _leaves(result) if x.requires_grad and x.is_floating_point()]
+    scalars = [x for x in found if x.dim() == 0]
+    return scalars or found
+
+
+def _leaves(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        return [x for v in tree.values() for x in _leaves(v)]
+    if isinstance(tree, (tuple, list)):
+        return [x for v in tree for x in _leaves(v)]
+    if hasattr(tree, "__dataclass_fields__"):
+        return [x for name in tree.__dataclass_fields__ for x in _leaves(getattr(tree, name))]
+    return []
+
+
+def objective(result: Any, weights: list[Tensor] | None = None) -> Tensor:
+    """One scalar to differentiate: the sum of the losses; of outputs that are no scalars, of their squares."""
+    total = torch.zeros((), dtype=torch.float64)
+    losses = losses_of(result)
+    if not losses:
+        raise InputError("the model returns nothing that can be differentiated; pass labels so that it returns a loss")
+    for x in losses:
+        total = total + (x if x.dim() == 0 else x.pow(2).sum() / x.numel()).to(torch.float64)
+    return total
+
+
+def train(
+    module: nn.Module, call: Callable[[nn.Module], Any], whole: Callable[[str, Tensor], Tensor], steps: int,
+    full_state: Callable[[], Tensors],
+) -> Trained:  # fmt: skip
+    """Run `steps` AdamW steps and gather what they left. `whole(name, piece)` joins a parameter-like piece."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=0.01)
+    losses = []
+    gradients: dict[str, Tensor | None] = {}
+    for step in range(steps):
+        loss = objective(call(module))
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(float(loss.detach()))
+        if step == 0:
+            gradients = {
+                name: None if p.grad is None else whole(name, p.grad.detach()).clone()
+                for name, p in module.named_parameters()
+            }
+        optimizer.step()
+        optimizer.zero_grad()
+    moments = {
+        f"{name}.{key}": whole(name, value)
+        for name, p in module.named_parameters()
+        for key, value in sorted(optimizer.state.get(p, {}).items())
+        if isinstance(value, Tensor) and value.dim() == p.dim() and value.dim() > 0
+    }
+    return Trained(tuple(losses), {}, gradients, full_state(), moments)
+
+
+def reference(model: nn.Module, batch: Mapping[str, Any] | tuple[Any, ...], steps: int) -> Trained:
+    """The plain model, trained in one process on the whole batch. The model given is left as it is.
+
+    A float64 model is proven in float64 throughout, also where its code says float32.
+    """
+    plain = copy.deepcopy(model)
+    wide = any(p.dtype is torch.float64 for p in plain.parameters())
+    with Wide() if wide else nullcontext():
+        return train(plain, lambda m: _called(m, batch), lambda _, x: x, steps, lambda: dict(plain.state_dict()))
+
+
+def _called(module: nn.Module, batch: Mapping[str, Any] | tuple[Any, ...]) -> Any:
+    return module(**batch) if isinstance(batch, Mapping) else module(*batch)
+
+
+def compare(expected: Trained, found: list[Trained], layouts: Mapping[str, str]) -> VerifyReport:
+    """Every rank's results against the reference."""
+    rows: list[Row] = []
+    for rank, mine in enumerate(found):
+        rows += _compared(expected, mine, layouts, "" if rank == 0 else f" on rank {rank}")
+    return VerifyReport(len(found), tuple(rows))
+
+
+def _compared(expected: Trained, mine: Trained, layouts: Mapping[str, str], where: str) -> list[Row]:
+    floats = [x.dtype for x in expected.state.values() if x.is_floating_point()]
+    loose = max((TOLERANCE.get(d, 1e-5) for d in floats), default=1e-5)
+    rows = []
+    for step, (a, b) in enumerate(zip(expected.losses, mine.losses, strict=True)):
+        rows.append(Row(f"loss of step {step + 1}{where}", "", abs(a - b) / max(abs(a), 1e-30), loose))
+    for name, gradient in expected.gradients.items():
+        other = mine.gradients.get(name)
+        label = f"gradient of {name}{where}"
+        if gradient is None or other is None:
+            rows.append(Row(label, layouts.get(name, ""), 0.0 if gradient is other else float("inf"), loose))
+        else:
+            rows.append(_row(label, layouts.get(name, ""), gradient, other, zero=_scale(expected)))
+    for kind, a_set, b_set in (("", expected.state, mine.state), ("optimizer ", expected.optimizer, mine.optimizer)):
+        for name, a in a_set.items():
+            b = b_set.get(name)
+            label = f"{kind}{name}{where}"
+            missing = b is None or b.shape != a.shape
+            rows.append(Row(label, "", float("inf"), loose) if missing else _row(label, layouts.get(name, ""), a, b))
+    return rows
+
+
+def _scale(expected: Trained) -> float:
+    """Largest gradient entry of the whole model."""
+    return max((float(g.abs().max()) for g in expected.gradients.values() if g is not None and g.numel()), default=0.0)
+
+
+def _row(name: str, layout: str, a: Tensor, b: Tensor | None, zero: float = 0.0) -> Row:
+    """`zero`: entries below its rounding noise are zero (a gradient that cancels exactly has no scale of its own)."""
+    assert b is not None
+    if a.numel() == 0 or not (a.is_floating_point() or a.is_complex()):
+        return Row(name, layout, 0.0 if bool(torch.equal(a, b)) else float("inf"), 0.0)
+    tolerance = TOLERANCE.get(a.dtype, 1e-5)
+    noise = zero * torch.finfo(a.dtype).eps * 1e2
+    scale = max(float(a.abs().max()), noise / tolerance, 1e-30)
+    return Row(name, layout, float((a.double() - b.double()).abs().max()) / scale, tolerance)
