@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.ir.graph import Block, InputKind, OutputKind, TensorMeta
+from autopar.ir.graph import Block, InputKind, TensorMeta
 from autopar.tracer.choose import Chosen, Footprint
 from autopar.tracer.convert import Argument, BlockUse, Converter
 from autopar.tracer.joint import Position, trace
 from autopar.tracer.leaf_ops import BlockFunction, LeafShapes, Likeness
 from autopar.tracer.record import Call, Record
 from autopar.tracer.rig import Rig, routed
-from autopar.tracer.signature import captured_dtype, meta_of
+from autopar.tracer.signature import meta_of
 from autopar.tracer.torch_private import enable_python_dispatcher
 from autopar.tracer.tree import flatten
 
@@ -60,21 +60,32 @@ def _capture_block(group: Chosen, numbers: list[int], record: Record, rig: Rig) 
         arguments = _arguments(rig, call, footprint)
         tensors = _fakes(rig, call, footprint, record)
         joint = trace(_block_function(rig, call, footprint, position), tensors, position)
-    converter = Converter(key, joint, arguments, {}, {})
-    graph = converter.graph()
-    gradients = [o.value is not None for o in graph.outputs if o.kind is OutputKind.GRADIENT]
+    count = len(footprint.slots)
+    converter = Converter(key, joint, arguments, (), {})
+    graph = converter.convert()
     names = {n: c.path + (f"#{c.count}" if c.count else "") for n, (c, _) in zip(numbers, group.calls, strict=True)}
     shapes = LeafShapes(
-        outputs=tuple(Likeness.of(record.tensors[n]) for n, _ in footprint.outputs),
+        inputs=tuple(Likeness.at_border(record.tensors[n]) for _, n in footprint.inputs),
+        outputs=tuple(Likeness.at_border(x.meta["val"]) for _, x in sorted(joint.outputs.items())),
         differentiable=tuple(grad for _, grad in footprint.outputs),
         gradients=tuple(
-            Likeness.of(joint.gradients[i].meta["val"]) if joint.gradients.get(i) is not None else None
-            for i in range(len(tensors))
+            Likeness.at_border(joint.gradients[i].meta["val"]) if i in joint.gradients else None
+            for i in range(count, len(tensors))
+        ),
+    )
+    slot_metas = [meta_of(joint.gradients[i].meta["val"]) if i in joint.gradients else None for i in range(count)]
+    use = BlockUse(
+        key=key,
+        constants=tuple(converter.constants),
+        slots={n: f.slots for n, (_, f) in zip(numbers, group.calls, strict=True)},
+        slot_gradients=tuple((a.requires_grad, m) for a, m in zip(arguments[:count], slot_metas, strict=True)),
+        input_gradients=tuple(
+            (a.requires_grad, x is not None) for a, x in zip(arguments[count:], shapes.gradients, strict=True)
         ),
     )
     return CapturedBlock(
         block=Block(key=key, graph=graph, instances=tuple(names.values())),
-        use=BlockUse(key=key, constants=tuple(converter.constants), gradients=tuple(gradients)),
+        use=use,
         shapes=shapes,
         constants=converter.constants,
         constant_metas={name: meta_of(x) for name, x in converter.constants.items()},
@@ -89,21 +100,19 @@ def _arguments(rig: Rig, call: Call, footprint: Footprint) -> list[Argument]:
     for slot, name in zip(footprint.slots, footprint.slot_names, strict=True):
         kind = InputKind.PARAMETER if rig.slots[slot].is_parameter else InputKind.BUFFER
         grad = rig.slots[slot].is_parameter and rig.slots[slot].tensor.requires_grad
-        found.append(Argument(kind=kind, target=name, requires_grad=grad, keep=True))
+        found.append(Argument(kind=kind, target=name, requires_grad=grad, keep=True, traced=len(found)))
     for i, (_, number) in enumerate(footprint.inputs):
-        found.append(Argument(kind=InputKind.INPUT, target=str(i), requires_grad=call.grads[number], keep=True))
+        grad = call.grads[number]
+        found.append(Argument(kind=InputKind.INPUT, target=str(i), requires_grad=grad, keep=True, traced=len(found)))
     return found
 
 
 def _fakes(rig: Rig, call: Call, footprint: Footprint, record: Record) -> list[Tensor]:
     made = []
     for slot in footprint.slots:
-        own = rig.slots[slot]
-        dtype = captured_dtype(own.tensor.dtype, rig.precision)
-        grad = own.is_parameter and own.tensor.requires_grad
-        made.append(torch.empty(own.tensor.shape, dtype=dtype, device="cpu", requires_grad=grad))
+        made.append(rig.stand_in(slot))
     for _, number in footprint.inputs:
-        made.append(Likeness.of(record.tensors[number]).empty(requires_grad=call.grads[number]))
+        made.append(Likeness.at_border(record.tensors[number]).empty(requires_grad=call.grads[number]))
     return made
 
 
@@ -141,12 +150,15 @@ def _block_function(rig: Rig, call: Call, footprint: Footprint, position: Positi
     return run
 
 
-def run_block(block: CapturedBlock, number: int, slots: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+def run_block(block: CapturedBlock, number: int, anchor: Tensor, args: Any, kwargs: Any) -> Any:
     """In the trace of the top level: one op instead of the module's call, with the same result structure."""
     call, footprint = block.members[number]
     leaves = [leaf for _, leaf in flatten((args, kwargs))[0]]
-    tensors = [slots[s] for s in footprint.slots] + [leaves[at] for at, _ in footprint.inputs]
-    outputs = BlockFunction.apply(block.use.key, number, *tensors)  # type: ignore[no-untyped-call]
+    tensors = [
+        leaves[at] if leaves[at].stride() == like.stride else leaves[at].contiguous()
+        for (at, _), like in zip(footprint.inputs, block.shapes.inputs, strict=True)
+    ]
+    outputs = BlockFunction.apply(block.use.key, number, anchor, *tensors)  # type: ignore[no-untyped-call]
     result = []
     for (kind, k), leaf in zip(footprint.results, call.result, strict=True):
         result.append(outputs[k] if kind == "out" else leaves[k] if kind == "leaf" else leaf)

@@ -184,7 +184,9 @@ def _arguments(rig: Rig, inputs: Inputs, used: list[int]) -> list[Argument]:
         grad = slot.is_parameter and slot.tensor.requires_grad
         meta = _meta(slot.tensor, rig)
         found.append(
-            Argument(kind=kind, target=slot.name, requires_grad=grad, keep=slot.is_parameter, traced=traced.get(i), meta=meta)
+            Argument(
+                kind=kind, target=slot.name, requires_grad=grad, keep=slot.is_parameter, traced=traced.get(i), meta=meta
+            )
         )
     for k, (path, x) in enumerate(zip(inputs.tensor_paths, inputs.tensors, strict=True)):
         grad = x.requires_grad

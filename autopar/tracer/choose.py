@@ -77,6 +77,19 @@ def choose_blocks(record: Record, rig: Rig) -> tuple[Chosen, ...]:
     return tuple(chosen)
 
 
+def used_outside(record: Record, chosen: Sequence[Chosen]) -> set[int]:
+    """Slots that ops outside the chosen calls read, that the forward replaces or that the model returns."""
+    inside = sorted((call.start, call.stop) for group in chosen for call, _ in group.calls)
+    used = set(record.replaced)
+    at = 0
+    for start, stop in [*inside, (len(record.ops), 0)]:
+        for op in record.ops[at:start]:
+            used |= {record.slot_of[n] for n in op.ins if n in record.slot_of}
+        at = stop
+    returned = [record.number(x) for _, x in record.outputs]
+    return used | {record.slot_of[n] for n in returned if n in record.slot_of}
+
+
 class _Ranked:
     """Calls by number of ops, largest first."""
 
@@ -185,10 +198,10 @@ class _Reader:
             if slot not in self.slots:
                 self.slots.append(slot)
         elif n in self.position_of:
-            text = f"input {self.call.grads[n]} {tensor.stride()} {shape}"
+            text = f"input {self.call.grads[n]} {shape}"
             self.inputs.append(n)
         else:
-            value = literal_digest(tensor)
+            value = literal_digest(self.record.literals.get(n, tensor))
             if value is None:
                 return False
             text = f"literal {value}"

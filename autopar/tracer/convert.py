@@ -23,6 +23,7 @@ from autopar.ir.graph import (
     OutputKind,
     Phase,
     Ref,
+    TensorMeta,
     TorchConst,
     Value,
 )
@@ -30,17 +31,27 @@ from autopar.tracer.signature import dtype_name, meta_of
 from autopar.tracer.torch_private import Joint
 
 aten = torch.ops.aten
+BLOCK, BLOCK_BACKWARD = "autopar.block.default", "autopar.block_backward.default"
+PREFIX = {InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.INPUT: "x"}
 IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """What argument number i of the traced function is. `keep`: stays an input even if nothing reads it."""
+    """An input of the graph to be, parameters and buffers first, by slot number.
+
+    Attributes:
+        keep: it stays an input even if nothing reads it.
+        traced: its position among the traced function's arguments; None for one that only blocks use.
+        meta: needed of those that are not traced.
+    """
 
     kind: InputKind
     target: str
     requires_grad: bool = False
     keep: bool = False
+    traced: int | None = None
+    meta: TensorMeta | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,54 +61,71 @@ class BlockUse:
     Attributes:
         key: the block's.
         constants: names of its CONSTANT inputs in the global table, which become arguments of each call.
-        gradients: for each GRADIENT output of its graph whether it is a tensor.
+        slots: instance number -> the slots that are its parameters and buffers.
+        slot_gradients: for each of them whether it needs a gradient, and that gradient (None: it gets none).
+        input_gradients: for each tensor input whether it needs a gradient, and whether it gets one.
     """
 
     key: str
     constants: tuple[str, ...]
-    gradients: tuple[bool, ...]
+    slots: dict[int, tuple[int, ...]]
+    slot_gradients: tuple[tuple[bool, TensorMeta | None], ...]
+    input_gradients: tuple[tuple[bool, bool], ...]
 
 
 class Converter:
-    """One use: `Converter(...).graph()`; then `constants` has the lifted tensors by name."""
+    """One use: `convert()`, then `converted` is the graph and `constants` has the lifted tensors by name.
+
+    Parameters that only blocks use are no arguments of the traced function: they are put into the block calls here, and
+    a parameter's gradients from several calls are summed by aten.add nodes.
+    """
 
     def __init__(
         self,
         name: str,
         joint: Joint,
         arguments: Sequence[Argument],
-        blocks: dict[str, BlockUse],
-        instances: dict[int, str],
+        blocks: Sequence[BlockUse],
+        constant_metas: dict[str, TensorMeta],
     ) -> None:
         self.name = name
         self.joint = joint
         self.arguments = arguments
-        self.blocks = blocks
-        self.instances = instances
+        self.blocks = {b.key: b for b in blocks}
+        self.instances: dict[int, str] = {}
+        self.constant_metas = constant_metas
         self.constants: dict[str, Tensor] = {}
         self.shared_constants: list[str] = []
         self.value_of: dict[Any, str] = {}
+        self.value_of_argument: dict[int, str] = {}
+        self.gradient_of: dict[int, Value] = {}
         self.same: dict[Any, Any] = {}
+        self.count: Counter[str] = Counter()
+        self.nodes: list[Node] = []
         self.taken: set[str] = {n.name for n in joint.module.graph.nodes if n.op == "call_function"}
 
-    def graph(self) -> Graph:
+    def convert(self) -> Graph:
         """The converted graph."""
         fx_nodes = list(self.joint.module.graph.nodes)
+        traced = {a.traced for a in self.arguments}
+        self.joint.gradients = {i: g for i, g in self.joint.gradients.items() if i in traced}
         self._resolve_identities(fx_nodes)
-        live = self._live()
+        live = self._live(fx_nodes)
         inputs = self._inputs(fx_nodes, live)
         backward = self._backward_nodes(fx_nodes)
         places = _places(fx_nodes)
         body = [n for n in fx_nodes if n in live and n.op == "call_function" and n.target is not operator.getitem]
-        self._name_outputs(body, live)
-        ordered = [n for n in body if n not in backward] + [n for n in body if n in backward]
-        count: Counter[str] = Counter()
-        nodes = []
-        for n in ordered:
-            phase = Phase.BACKWARD if n in backward else Phase.FORWARD
-            nodes.append(self._node(n, phase, places.get(n, ("", "")), count))
-        inputs += [self._constant_input(name) for name in self.shared_constants]
-        return Graph(name=self.name, inputs=tuple(inputs), nodes=tuple(nodes), outputs=tuple(self._outputs()))
+        self._name_outputs(body)
+        for n in [n for n in body if n not in backward] + [n for n in body if n in backward]:
+            self._add(n, Phase.BACKWARD if n in backward else Phase.FORWARD, places.get(n, ("", "")))
+        self._add_direct_gradients()
+        constants = [self._constant_input(name) for name in self.shared_constants]
+        last = [i for i in inputs if i.kind is InputKind.TANGENT]
+        first = [i for i in inputs if i.kind is not InputKind.TANGENT]
+        self.converted = Graph(
+            name=self.name, inputs=(*first, *constants, *last), nodes=tuple(self.nodes), outputs=tuple(self._outputs())
+        )
+        return self.converted
 
     def _resolve_identities(self, fx_nodes: list[Any]) -> None:
         """Detach and alias are their argument; so is a clone that is only there to be an output."""
@@ -108,7 +136,7 @@ class Converter:
             root = self._root(node)
             if root.op == "call_function" and root.target is aten.clone.default:
                 made = self._root(root.args[0])
-                if made.op == "call_function":
+                if made.op == "call_function" and made.meta["val"].is_contiguous():
                     self.joint.outputs[position] = made
         for position, node in self.joint.mutations.items():
             self.joint.mutations[position] = self._root(node)
@@ -123,9 +151,9 @@ class Converter:
         found = [*self.joint.outputs.values(), *self.joint.mutations.values(), *gradients]
         return [self._root(n) for n in found]
 
-    def _live(self) -> set[Any]:
+    def _live(self, fx_nodes: list[Any]) -> set[Any]:
         live: set[Any] = set()
-        todo = self._results()
+        todo = self._results() + [n for n in fx_nodes if str(n.target) == BLOCK_BACKWARD]
         while todo:
             node = self._root(todo.pop())
             if node not in live:
@@ -134,22 +162,27 @@ class Converter:
         return live
 
     def _inputs(self, fx_nodes: list[Any], live: set[Any]) -> list[GraphInput]:
-        found: list[tuple[int, int, GraphInput]] = []
-        for node, position in self.joint.inputs.items():
-            argument = self.arguments[position]
-            if node in live or argument.keep:
-                prefix = {InputKind.PARAMETER: "p", InputKind.BUFFER: "b", InputKind.INPUT: "x"}[argument.kind]
-                value = self._value(node, f"{prefix}_{argument.target}")
-                made = GraphInput(
-                    value=value, kind=argument.kind, target=argument.target, requires_grad=argument.requires_grad
-                )
-                found.append((0, position, made))
-        for node, position in self.joint.tangents.items():
+        """Parameters, buffers and inputs in the order of the arguments, then constants, then tangents."""
+        by_position = {position: node for node, position in self.joint.inputs.items()}
+        in_blocks = {s for b in self.blocks.values() for slots in b.slots.values() for s in slots}
+        found: list[GraphInput] = []
+        for i, a in enumerate(self.arguments):
+            node = None if a.traced is None else by_position[a.traced]
+            if not (a.keep or i in in_blocks or node in live):
+                continue
+            wanted = f"{PREFIX[a.kind]}_{a.target}"
+            if node is None:
+                assert a.meta is not None
+                value = Value(self._fresh(wanted), a.meta)
+            else:
+                value = self._value(node, wanted)
+            self.value_of_argument[i] = value.name
+            found.append(GraphInput(value=value, kind=a.kind, target=a.target, requires_grad=a.requires_grad))
+        found += [self._lifted(n) for n in fx_nodes if n.op == "get_attr" and n in live]
+        for node, position in sorted(self.joint.tangents.items(), key=lambda item: item[1]):
             value = self._value(node, f"t_{position}")
-            found.append((2, position, GraphInput(value=value, kind=InputKind.TANGENT, target=str(position))))
-        for order, node in enumerate(n for n in fx_nodes if n.op == "get_attr" and n in live):
-            found.append((1, order, self._lifted(node)))
-        return [made for _, _, made in sorted(found, key=lambda item: item[:2])]
+            found.append(GraphInput(value=value, kind=InputKind.TANGENT, target=str(position)))
+        return found
 
     def _lifted(self, node: Any) -> GraphInput:
         tensor = getattr(self.joint.module, node.target)
@@ -170,7 +203,7 @@ class Converter:
 
     def _constant_input(self, name: str) -> GraphInput:
         return GraphInput(
-            value=Value(_identifier(f"c_{name}"), self.block_metas[name]), kind=InputKind.CONSTANT, target=name
+            value=Value(_identifier(f"c_{name}"), self.constant_metas[name]), kind=InputKind.CONSTANT, target=name
         )
 
     def _value(self, node: Any, wanted: str) -> Value:
@@ -201,7 +234,7 @@ class Converter:
                 todo += [self._root(i) for i in node.all_input_nodes]
         return backward - needed
 
-    def _name_outputs(self, body: list[Any], live: set[Any]) -> None:
+    def _name_outputs(self, body: list[Any]) -> None:
         self.outputs_of: dict[Any, tuple[Value | None, ...]] = {}
         for node in body:
             val = node.meta["val"]
@@ -220,41 +253,93 @@ class Converter:
                     self.value_of[user] = made.name
             self.outputs_of[node] = tuple(items)
 
-    def _node(self, node: Any, phase: Phase, place: tuple[str, str], count: Counter[str]) -> Node:
-        path, source = place
-        op = str(node.target)
-        args, outputs, block = tuple(map(self._arg, node.args)), self.outputs_of[node], None
-        if op in ("autopar.block.default", "autopar.block_backward.default"):
-            op = op.removesuffix(".default")
-            use = self.blocks[node.args[0]]
-            path = self.instances[node.args[1]]
-            block = BlockCall(key=use.key, instance=path)
-            constants = tuple(Ref(self._shared(name)) for name in use.constants)
-            args = (*args[2], *constants, *(args[3] if len(args) > 3 else ()))
-            if op == "autopar.block_backward":
-                given = iter(outputs)
-                outputs = tuple(next(given) if there else None for there in use.gradients)
-        base = f"{path}/{op}/{phase.value}"
-        count[base] += 1
-        return Node(
-            name=node.name,
-            op=op,
-            args=args,
-            kwargs=tuple((k, self._arg(v)) for k, v in node.kwargs.items()),
-            outputs=outputs,
-            phase=phase,
-            key=f"{base}#{count[base] - 1}",
-            module_path=path,
-            source=source,
-            block=block,
+    def _add(self, node: Any, phase: Phase, place: tuple[str, str]) -> None:
+        """Append the node of an FX node."""
+        if str(node.target) in (BLOCK, BLOCK_BACKWARD):
+            self._add_block(node, phase, place[1])
+            return
+        args = tuple(map(self._arg, node.args))
+        kwargs = tuple((k, self._arg(v)) for k, v in node.kwargs.items())
+        self._append(node.name, str(node.target), args, self.outputs_of[node], phase, place, kwargs)
+
+    def _append(
+        self,
+        name: str,
+        op: str,
+        args: tuple[Any, ...],
+        outputs: tuple[Value | None, ...],
+        phase: Phase,
+        place: tuple[str, str],
+        kwargs: tuple[tuple[str, Any], ...] = (),
+        block: BlockCall | None = None,
+    ) -> None:
+        base = f"{place[0]}/{op}/{phase.value}"
+        self.nodes.append(
+            Node(
+                name=name,
+                op=op,
+                args=args,
+                kwargs=kwargs,
+                outputs=outputs,
+                phase=phase,
+                key=f"{base}#{self.count[base]}",
+                module_path=place[0],
+                source=place[1],
+                block=block,
+            )
         )
+        self.count[base] += 1
+
+    def _add_block(self, node: Any, phase: Phase, source: str) -> None:
+        """A block's call: parameters, buffers, tensor inputs, constants[, tangents] -> outputs or gradients."""
+        use, number = self.blocks[node.args[0]], node.args[1]
+        forward = str(node.target) == BLOCK
+        own = [Ref(self.value_of_argument[s]) for s in use.slots[number]]
+        constants = [Ref(self._shared(name)) for name in use.constants]
+        tensors = self._arg(node.args[3 if forward else 2])
+        args = (*own, *tensors, *constants, *(() if forward else self._arg(node.args[3])))
+        outputs: list[Value | None] = list(self.outputs_of[node])
+        made: list[tuple[int, Value]] = []
+        if not forward:
+            given = iter(outputs[1:])
+            outputs = []
+            for slot, (wanted, meta) in zip(use.slots[number], use.slot_gradients, strict=True):
+                if wanted:
+                    outputs.append(
+                        None if meta is None else Value(self._fresh(f"g_{self.arguments[slot].target}"), meta)
+                    )
+                    made += [] if outputs[-1] is None else [(slot, outputs[-1])]
+            outputs += [next(given) if there else None for wanted, there in use.input_gradients if wanted]
+        path = self.instances[number]
+        op = str(node.target).removesuffix(".default")
+        call = BlockCall(key=use.key, instance=path)
+        self._append(node.name, op, args, tuple(outputs), phase, (path, source), block=call)
+        for slot, value in made:
+            self._sum_gradient(slot, value)
+
+    def _sum_gradient(self, slot: int, value: Value) -> None:
+        """One more part of a parameter's gradient."""
+        before = self.gradient_of.get(slot)
+        if before is not None:
+            path = self.arguments[slot].target.rpartition(".")[0]
+            total = Value(self._fresh(f"g_{self.arguments[slot].target}_sum"), value.meta)
+            args = (Ref(before.name), Ref(value.name))
+            self._append(total.name, "aten.add.Tensor", args, (total,), Phase.BACKWARD, (path, ""))
+            value = total
+        self.gradient_of[slot] = value
+
+    def _add_direct_gradients(self) -> None:
+        """Gradients that autograd found at the top level, added to those from blocks."""
+        for i, a in enumerate(self.arguments):
+            node = None if a.traced is None else self.joint.gradients.get(a.traced)
+            if node is not None:
+                root = self._root(node)
+                self._sum_gradient(i, Value(self.value_of[root], meta_of(root.meta["val"])))
 
     def _shared(self, name: str) -> str:
         if name not in self.shared_constants:
             self.shared_constants.append(name)
         return _identifier(f"c_{name}")
-
-    block_metas: dict[str, Any] = {}  # noqa: RUF012 (set by the caller)
 
     def _arg(self, arg: Any) -> Any:
         match arg:
@@ -275,22 +360,19 @@ class Converter:
         raise CompilerError(f"an FX argument of type {type(arg).__qualname__}: {arg!r}")
 
     def _outputs(self) -> list[GraphOutput]:
-        def name(node: Any) -> str | None:
-            return None if node is None else self.value_of[self._root(node)]
-
+        by_traced = {a.traced: a.target for a in self.arguments if a.traced is not None}
         found = [
-            GraphOutput(kind=OutputKind.OUTPUT, target=str(i), value=name(n))
+            GraphOutput(kind=OutputKind.OUTPUT, target=str(i), value=self.value_of[self._root(n)])
             for i, n in sorted(self.joint.outputs.items())
         ]
         for i, n in sorted(self.joint.mutations.items()):
-            found.append(GraphOutput(kind=OutputKind.BUFFER_UPDATE, target=self.arguments[i].target, value=name(n)))
-        positions = {position: node for node, position in self.joint.inputs.items()}
-        for i, argument in enumerate(self.arguments):
-            if argument.requires_grad and positions[i] in self.value_of:
-                gradient = self.joint.gradients.get(i)
-                found.append(
-                    GraphOutput(kind=OutputKind.GRADIENT, target=self.value_of[positions[i]], value=name(gradient))
-                )
+            value = self.value_of[self._root(n)]
+            found.append(GraphOutput(kind=OutputKind.BUFFER_UPDATE, target=by_traced[i], value=value))
+        for i, a in enumerate(self.arguments):
+            if a.requires_grad and i in self.value_of_argument:
+                gradient = self.gradient_of.get(i)
+                target, value_name = self.value_of_argument[i], None if gradient is None else gradient.name
+                found.append(GraphOutput(kind=OutputKind.GRADIENT, target=target, value=value_name))
         return found
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopar.tracer.decompositions import table
@@ -39,11 +39,12 @@ class Harness(nn.Module):
 def trace(run: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor], position: Position) -> Joint:
     """The joint graph of `run(*arguments)`. Arguments are leaves; outputs that need a gradient get a tangent.
 
-    Every output is cloned, so that none shares memory with an argument or another output; `convert` takes the clones out.
+    Every output is cloned and contiguous, so that none shares memory with an argument or another output; `convert` takes out
+    the clones that only copy.
     """
 
     def cloned(*tensors: Tensor) -> tuple[Tensor, ...]:
         position.paths[:] = [""]
-        return tuple(x.clone() for x in run(*tensors))
+        return tuple(x.clone(memory_format=torch.contiguous_format) for x in run(*tensors))
 
     return export_joint(Harness(cloned), tuple(arguments), table(), position)

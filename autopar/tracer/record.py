@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError
-from autopar.tracer.rig import Rig, cast, routed
+from autopar.tracer.rig import Rig, attributes_kept, cast, routed
 from autopar.tracer.signature import Inputs, Rebuild, captured_dtype, read_outputs
 from autopar.tracer.source import line_of_frame
 from autopar.tracer.torch_private import (
@@ -19,6 +18,7 @@ from autopar.tracer.torch_private import (
     enable_python_dispatcher,
     outer_frame,
     storage_key,
+    takes_device,
     written_arguments,
 )
 from autopar.tracer.tree import Spec, flatten
@@ -72,12 +72,18 @@ class Record(TorchDispatchMode):
     Attributes:
         ops, root: all ops, and the tree of calls.
         slot_of: tensor number -> slot that it is (as stored or as used).
-        known: tensor number -> digest of a real tensor's or literal's value.
+        literals: tensor number -> the real tensor that it stands for.
         outputs, rebuild: of the whole model.
+        replaced: slots that the forward assigned another tensor to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slot_names: list[tuple[str, bool]], *, on_meta: bool) -> None:
         super().__init__()
+        self.slot_names = slot_names
+        self.on_meta = on_meta
+        self.literals: dict[int, Tensor] = {}
+        self.stands_for: dict[int, Tensor] = {}
+        self.replaced: list[int] = []
         self.ops: list[Op] = []
         self.root: Call | None = None
         self.stack: list[Call] = []
@@ -85,7 +91,6 @@ class Record(TorchDispatchMode):
         self.tensors: list[Tensor] = []
         self.slot_of: dict[int, int] = {}
         self.memory_of_slot: dict[int, int] = {}
-        self.slot_names: list[tuple[str, bool]] = []
         self.outputs: list[tuple[str, Tensor]] = []
         self.rebuild: Rebuild
         self.counts: dict[str, int] = {}
@@ -100,6 +105,10 @@ class Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if self.on_meta:
+            args, kwargs = self._to_meta(args), self._kwargs_to_meta(func, args, kwargs)
         written = written_arguments(func, args, kwargs)
         writes = tuple(storage_key(x) for x in written if isinstance(x, Tensor))
         if writes:
@@ -112,6 +121,26 @@ class Record(TorchDispatchMode):
         heavy = func._schema.name in HEAVY
         self.ops.append(Op(" ".join(text), tuple(ins), tuple(self.number(x) for x in outs), heavy, writes))
         return result
+
+    def _to_meta(self, tree: Any) -> Any:
+        """Real tensors -> meta tensors that stand for them."""
+        if isinstance(tree, Tensor):
+            if tree.device.type == "meta":
+                return tree
+            known = self.stands_for.get(id(tree))
+            if known is None:
+                known = tree.detach().to("meta")
+                self.stands_for[id(tree)] = known
+                self.literals[self.number(known)] = tree
+            return known
+        if isinstance(tree, (tuple, list)):
+            return type(tree)(self._to_meta(item) for item in tree)
+        return tree
+
+    def _kwargs_to_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        kwargs = {k: self._to_meta(v) for k, v in kwargs.items()}
+        makes = "device" in kwargs or (takes_device(func) and not any(isinstance(a, Tensor) for a in args))
+        return {**kwargs, "device": torch.device("meta")} if makes else kwargs
 
     def _refuse_parameter_writes(self, writes: tuple[int, ...]) -> None:
         for key in writes:
@@ -162,29 +191,44 @@ class Record(TorchDispatchMode):
         return result
 
 
-def record_forward(rig: Rig, inputs: Inputs) -> Record:
-    """Run the model once on fake tensors."""
-    record = Record()
-    record.slot_names = [(slot.name, slot.is_parameter) for slot in rig.slots]
-    with rig.mode, enable_python_dispatcher():
-        fakes = rig.fakes()
-        given = [
-            torch.empty(
-                x.shape, dtype=captured_dtype(x.dtype, rig.precision), device="cpu", requires_grad=x.requires_grad
-            )
-            for x in inputs.tensors
-        ]
-        with record:
-            installed = [rig.used_form(i, x) for i, x in enumerate(fakes)]
-            given = [cast(x, rig.precision) for x in given]
-            for i, pair in enumerate(zip(fakes, installed, strict=True)):
-                for x in pair:
-                    record.slot_of[record.number(x)] = i
-                    record.memory_of_slot[storage_key(x)] = i
-            with rig.installed(installed), routed(rig.names, record.hook):
-                result = inputs.call(rig.module, given)
-        record.outputs, record.rebuild = read_outputs(result)
+def record_forward(rig: Rig, inputs: Inputs, changes: list[str]) -> Record:
+    """Run the model once on tensors without data. Attributes that the forward changes are put back, and named in `changes`.
+
+    On meta tensors, which is fast; if that fails, on fake CPU tensors, which know more and whose errors say more.
+    """
+    try:
+        with attributes_kept(rig.module, found := []):
+            record = _record(rig, inputs, "meta")
+    except CaptureError:
+        raise
+    except Exception:
+        with attributes_kept(rig.module, found := []), rig.mode, enable_python_dispatcher():
+            record = _record(rig, inputs, "cpu")
+    changes += found
     return record
+
+
+def _record(rig: Rig, inputs: Inputs, device: str) -> Record:
+    record = Record([(slot.name, slot.is_parameter) for slot in rig.slots], on_meta=device == "meta")
+    slots = [rig.stand_in(i, device=device) for i in range(len(rig.slots))]
+    installed = [rig.used_form(i, x) for i, x in enumerate(slots)]
+    given = [cast(x, rig.precision) for x in stand_ins(inputs, rig.precision, device)]
+    for i, x in enumerate(installed):
+        record.slot_of[record.number(x)] = i
+        record.memory_of_slot[storage_key(x)] = i
+    with record, rig.installed(installed), routed(rig.names, record.hook):
+        result = inputs.call(rig.module, given)
+        record.replaced = [i for i, _ in rig.replaced(installed)]
+    record.outputs, record.rebuild = read_outputs(result)
+    return record
+
+
+def stand_ins(inputs: Inputs, precision: str, device: str) -> list[Tensor]:
+    """Contiguous tensors without data like the tensor leaves: under the fake mode, or on the meta device."""
+    return [
+        torch.empty(x.shape, dtype=captured_dtype(x.dtype, precision), device=device, requires_grad=x.requires_grad)
+        for x in inputs.tensors
+    ]
 
 
 def literal_digest(tensor: Tensor) -> str | None:
@@ -200,13 +244,3 @@ def _hashed(data: Tensor) -> str:
     import hashlib
 
     return hashlib.sha256(data.view(torch.uint8).numpy().tobytes() if data.dim() else b"").hexdigest()
-
-
-def all_calls(call: Call) -> Sequence[Call]:
-    """A call and all below it."""
-    found, todo = [], [call]
-    while todo:
-        top = todo.pop()
-        found.append(top)
-        todo += top.children
-    return found

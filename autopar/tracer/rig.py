@@ -58,14 +58,23 @@ class Rig:
         self.count = len(parameters)
         self.slot_of = {(id(d), key): i for i, slot in enumerate(self.slots) for d, key in slot.places}
 
-    def fakes(self) -> list[Tensor]:
-        """Stand-ins without data, on the CPU, for every slot. To be called under the fake mode."""
-        made = []
-        for slot in self.slots:
-            dtype = captured_dtype(slot.tensor.dtype, self.precision)
-            grad = slot.is_parameter and slot.tensor.requires_grad
-            made.append(torch.empty(slot.tensor.shape, dtype=dtype, device="cpu", requires_grad=grad))
-        return made
+    def stand_in(self, index: int, *, device: str = "cpu") -> Tensor:
+        """A tensor like a slot's, without data: under the fake mode, or on the meta device."""
+        slot = self.slots[index]
+        dtype = captured_dtype(slot.tensor.dtype, self.precision)
+        grad = slot.is_parameter and slot.tensor.requires_grad
+        return torch.empty(slot.tensor.shape, dtype=dtype, device=device, requires_grad=grad)
+
+    def placeholders(self) -> list[Tensor]:
+        """For every slot something of its shape and dtype in use, not to be computed with. To be called under the fake mode."""
+        made: dict[Any, Tensor] = {}
+        found = []
+        for i, slot in enumerate(self.slots):
+            key = (tuple(slot.tensor.shape), slot.tensor.dtype, slot.is_parameter or slot.persistent)
+            if key not in made:
+                made[key] = self.used_form(i, self.stand_in(i).detach())
+            found.append(made[key])
+        return found
 
     def used_form(self, index: int, tensor: Tensor) -> Tensor:
         """What the forward computes with: under bf16, floating parameters and persistent buffers are cast."""

@@ -207,7 +207,7 @@ def read_outputs(result: Any) -> tuple[list[tuple[str, Tensor]], Rebuild]:
 
 
 def call_signature(
-    inputs: Inputs, paths: Sequence[str], differentiable: Sequence[bool], rebuild: Rebuild, precision: str
+    inputs: Inputs, paths: Sequence[str], rebuild: Rebuild, differentiable: Sequence[bool], precision: str
 ) -> CallSignature:
     """The noun that other rooms use."""
     return CallSignature(

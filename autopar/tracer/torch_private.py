@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -90,7 +91,13 @@ def written_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@cache
+def takes_device(op: Any) -> bool:
+    """Whether an op has a `device` argument."""
+    return any(a.name == "device" for a in op._schema.arguments)
+
+
+@dataclass(slots=True, kw_only=True)
 class Joint:
     """What AOT autograd gives, without its descriptors.
 
