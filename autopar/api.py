@@ -14,17 +14,19 @@ from torch import nn
 from autopar import codegen, sharding, tracer
 from autopar.cost_model.answer import make_plan
 from autopar.cost_model.build import Priced, build_problem
+from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.local import local_cluster
 from autopar.cost_model.prices import MeshPrices, model_flops
 from autopar.cost_model.search_space import mesh_candidates
 from autopar.cost_model.wiring import wire
 from autopar.errors import InfeasibleError, PlanError, UserError
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir import cluster as description
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
+from autopar.ir.problem import Problem, evaluate
 from autopar.ir.program import Source
 from autopar.ir.solution import Solution, Status
 from autopar.ir.strategy import Note, StrategyTable
@@ -40,13 +42,31 @@ Progress = Callable[[str, float], None]
 """Called with (what is being done, part done 0..1)."""
 
 
+class ClusterSpec(description.ClusterSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cluster description that can be loaded by name or measured. Everything takes the plain record as well."""
+
+    @classmethod
+    def load(cls, text: str) -> ClusterSpec:
+        """From "preset:nodes" ("dgx-h100:4"), "local:ranks" or a TOML path. Raises ClusterError."""
+        return cls._of(load_cluster(text))
+
+    @classmethod
+    def local(cls, ranks: int = 1) -> ClusterSpec:
+        """This machine with `ranks` ranks, measured in a few seconds the first time."""
+        return cls._of(local_cluster(ranks))
+
+    @classmethod
+    def _of(cls, spec: description.ClusterSpec) -> ClusterSpec:
+        return cls(**{name: getattr(spec, name) for name in spec.__struct_fields__})
+
+
 def _quiet(what: str, part: float) -> None:
     """No progress."""
 
 
 def search(
     model: nn.Module,
-    cluster: ClusterSpec,
+    cluster: description.ClusterSpec,
     *,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
     options: Options | None = None,
@@ -101,7 +121,7 @@ class _Candidate:
 
 
 def plan_captured(
-    captured: CapturedGraph, cluster: ClusterSpec, *, options: Options, progress: Progress = _quiet
+    captured: CapturedGraph, cluster: description.ClusterSpec, *, options: Options, progress: Progress = _quiet
 ) -> Plan:
     """Search over mesh shapes: the best plan of the best mesh. A mesh whose lower bound is no better is not solved."""
     dump = _Dump(options.dump_dir)
@@ -117,17 +137,14 @@ def plan_captured(
         table = sharding.build_table(captured, mesh, options, rules=rules)
         priced = build_problem(captured, wiring, table, MeshPrices(cluster, mesh), options, limit)
         dump(f"problem {mesh}", priced.problem)
-        cutoff = best.solution.objective_us if best else None
-        if cutoff is not None and lower_bound_us(priced.problem) >= cutoff:
-            continue
         progress(f"solve {mesh}", (i + 0.5) / len(meshes))
-        solution = solve(priced.problem, time_limit_s=options.time_limit_s, cutoff_us=cutoff)
+        solution = _solve(priced.problem, best, options)
         if solution is None:
             continue
         found = _Candidate(mesh, table, priced, solution)
         if solution.status is Status.INFEASIBLE:
             tight.append(found)
-        elif solution.choice and (best is None or solution.objective_us < best.solution.objective_us):
+        elif solution.choice and (best is None or _rank(found, options) < _rank(best, options)):
             best = found
     if best is None:
         raise _infeasible(captured, tight, limit)
@@ -139,6 +156,34 @@ def plan_captured(
     )  # fmt: skip
     dump("plan", plan.to_json().decode())
     return plan
+
+
+def _solve(problem: Problem, best: _Candidate | None, options: Options) -> Solution | None:
+    """The answer on one mesh, or None if it is proven to be no faster than the best so far."""
+    if options.objective == "memory":
+        return _solve_for_memory(problem, options)
+    cutoff = best.solution.objective_us if best else None
+    if cutoff is not None and lower_bound_us(problem) >= cutoff:
+        return None
+    return solve(problem, time_limit_s=options.time_limit_s, cutoff_us=cutoff)
+
+
+def _solve_for_memory(problem: Problem, options: Options) -> Solution | None:
+    """The fastest of the choices that need the least memory."""
+    least = minimise_memory(problem, time_limit_s=options.time_limit_s)
+    if least is None:
+        return None
+    limit = min(least.needed_bytes, problem.moments[least.moment].limit_bytes)
+    moments = tuple(replace(m, limit_bytes=limit) for m in problem.moments)
+    return solve(replace(problem, moments=moments), time_limit_s=options.time_limit_s)
+
+
+def _rank(candidate: _Candidate, options: Options) -> tuple[float, float]:
+    """What is minimised, then what decides between equals."""
+    time_us = candidate.solution.objective_us
+    if options.objective == "memory":
+        return max(evaluate(candidate.priced.problem, candidate.solution.choice).used_bytes), time_us
+    return time_us, 0.0
 
 
 def _infeasible(captured: CapturedGraph, tight: list[_Candidate], limit: int) -> InfeasibleError:
@@ -158,7 +203,8 @@ def _infeasible(captured: CapturedGraph, tight: list[_Candidate], limit: int) ->
     listed = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, size in terms[:3])
     return InfeasibleError(
         f"{captured.model_name}: no plan fits {limit / 2**30:.2f} GiB per device; the least is "
-        f"{needed / 2**30:.2f} GiB on mesh {tight[at].mesh} (largest: {listed}). More devices, a smaller batch or --memory-limit {needed} would do.",
+        f"{needed / 2**30:.2f} GiB on mesh {tight[at].mesh} (largest: {listed}). "
+        f"More devices, a smaller batch or --memory-limit {needed} would do.",
         needed_bytes=needed,
         budget_bytes=limit,
         largest_terms=terms,
@@ -188,7 +234,7 @@ def mesh_of(plan: Plan) -> Mesh:
 
 def compile(
     model: nn.Module,
-    cluster: ClusterSpec | None = None,
+    cluster: description.ClusterSpec | None = None,
     *,
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     plan: Plan | None = None,
@@ -215,7 +261,7 @@ def compile(
 
 def _compiled(
     model: nn.Module,
-    cluster: ClusterSpec | None,
+    cluster: description.ClusterSpec | None,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
     plan: Plan | None,
     options: Options,
@@ -236,12 +282,12 @@ def _compiled(
 
 def _other_mode(
     model: nn.Module,
-    cluster: ClusterSpec | None,
+    cluster: description.ClusterSpec | None,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
     plan: Plan,
     options: Options,
 ) -> Callable[[bool], tuple[CapturedGraph, Plan, Source]] | None:
-    """How the module gets its other mode (evaluation, if captured in training): planned with parameters stored alike."""
+    """How the module gets its other mode (evaluation after training): planned with parameters stored alike."""
     if cluster is None:
         return None
 
@@ -289,7 +335,7 @@ def verify(
     ranks: int = 2,
     options: Options | None = None,
     plan: Plan | None = None,
-    cluster: ClusterSpec | None = None,
+    cluster: description.ClusterSpec | None = None,
     captured: CapturedGraph | None = None,
     steps: int = 3,
 ) -> VerifyReport:

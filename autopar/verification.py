@@ -100,7 +100,7 @@ def _leaves(tree: Any) -> list[Tensor]:
     return []
 
 
-def objective(result: Any, weights: list[Tensor] | None = None) -> Tensor:
+def objective(result: Any) -> Tensor:
     """One scalar to differentiate: the sum of the losses; of outputs that are no scalars, of their squares."""
     total = torch.zeros((), dtype=torch.float64)
     losses = losses_of(result)
@@ -175,12 +175,14 @@ def _compared(expected: Trained, mine: Trained, layouts: Mapping[str, str], wher
             rows.append(Row(label, layouts.get(name, ""), 0.0 if gradient is other else float("inf"), loose))
         else:
             rows.append(_row(label, layouts.get(name, ""), gradient, other, zero=_scale(expected)))
-    for kind, a_set, b_set in (("", expected.state, mine.state), ("optimizer ", expected.optimizer, mine.optimizer)):
-        for name, a in a_set.items():
-            b = b_set.get(name)
-            label = f"{kind}{name}{where}"
-            missing = b is None or b.shape != a.shape
-            rows.append(Row(label, "", float("inf"), loose) if missing else _row(label, layouts.get(name, ""), a, b))
+    for kind, wanted, given in (("", expected.state, mine.state), ("optimizer ", expected.optimizer, mine.optimizer)):
+        for name, tensor in wanted.items():
+            found = given.get(name)
+            label, layout = f"{kind}{name}{where}", layouts.get(name, "")
+            if found is None or found.shape != tensor.shape:
+                rows.append(Row(label, layout, float("inf"), loose))
+            else:
+                rows.append(_row(label, layout, tensor, found))
     return rows
 
 
@@ -189,9 +191,8 @@ def _scale(expected: Trained) -> float:
     return max((float(g.abs().max()) for g in expected.gradients.values() if g is not None and g.numel()), default=0.0)
 
 
-def _row(name: str, layout: str, a: Tensor, b: Tensor | None, zero: float = 0.0) -> Row:
+def _row(name: str, layout: str, a: Tensor, b: Tensor, zero: float = 0.0) -> Row:
     """`zero`: entries below its rounding noise are zero (a gradient that cancels exactly has no scale of its own)."""
-    assert b is not None
     if a.numel() == 0 or not (a.is_floating_point() or a.is_complex()):
         return Row(name, layout, 0.0 if bool(torch.equal(a, b)) else float("inf"), 0.0)
     tolerance = TOLERANCE.get(a.dtype, 1e-5)

@@ -131,7 +131,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     outputs: dict[str, dict[str, str]]
     conversions: list[PlanReshard]
     pins: dict[str, str] = {}
-    precision: str = "fp32"
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
 
     def to_json(self) -> bytes:
         """Indented JSON, the same bytes for the same plan."""
