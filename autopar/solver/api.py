@@ -32,6 +32,9 @@ from autopar.solver.reduction import keep_strategies
 from autopar.solver.search import find_choice, first_of_equals
 
 TOLERANCE = 1e-6  # of an objective, relative; the linear solvers' own
+LOOSE = 1e-5  # the same for a MIP's own objective: it may take each x as whole that is so up to 1e-6
+PRICING = 1e-9  # relative difference, by rounding alone, of the model's price of a choice and the referee's
+INFEASIBLE_S = 5.0  # time that an infeasible problem gets, at least, to say how many bytes would do
 MAX_CUTS = 50
 
 
@@ -71,7 +74,7 @@ def solve(
 
     Returns:
         A `Solution`. With status INFEASIBLE `needed_bytes` is the smallest limit that would admit a choice
-        (`minimise_memory` says which), or 0 if none would, because some conversion exists in no choice.
+        (`minimise_memory` says which); 0 if none would, as no choice has all its conversions, or if time ran out.
         `memory_price_us_per_byte` sums the LP duals of the moments that share the limit of the dearest one.
 
     Raises:
@@ -129,8 +132,8 @@ class _Clock:
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.began
 
-    def left_s(self) -> float | None:
-        return None if self.limit_s is None else max(0.0, self.limit_s - self.elapsed_s())
+    def left_s(self, at_least_s: float = 0.0) -> float | None:
+        return None if self.limit_s is None else max(at_least_s, self.limit_s - self.elapsed_s())
 
 
 def check_numbers(problem: Problem) -> None:
@@ -162,7 +165,7 @@ def _solve_reduced(problem: Problem, solver: Backend, clock: _Clock, gap: float,
     choice, whole = choice_of(model, lp.point)
     if not (whole and evaluate(problem, choice).feasible):
         choice = _fitting(problem, find_choice(problem, start=choice)) or _fitting(problem, find_choice(problem))
-    objective = evaluate(problem, choice).objective_us if choice else math.inf
+    objective = _priced(problem, model, choice) if choice else math.inf
     if choice and objective <= lp.bound + TOLERANCE * abs(lp.bound):
         return _Found(
             status=Status.OPTIMAL, choice=choice, objective_us=lp.objective, bound_us=lp.bound, integral_lp=True,
@@ -200,6 +203,7 @@ def _solve_whole(
         answer = small.lift(picked)
         priced = evaluate(problem, answer)
         if priced.feasible:
+            _priced(small.problem, model, picked)
             if mip.status is LinearStatus.OPTIMAL:
                 return _proved(answer, mip.objective, price, bound)
             return _stopped(problem, answer if priced.objective_us < objective else choice, bound, price)
@@ -256,6 +260,15 @@ def _lowered(
     return tuple(min(wanted[node]) for node in sorted(wanted))
 
 
+def _priced(problem: Problem, model: ProblemModel, choice: tuple[int, ...]) -> float:
+    """The referee's price of a choice; the model's price of it must be the same."""
+    priced = evaluate(problem, choice)
+    claimed = float(model.linear.cost @ point_of(problem, model, choice)) + model.linear.offset
+    if abs(claimed - priced.objective_us) > PRICING * (1.0 + abs(priced.objective_us)):
+        raise CompilerError(_disagreement(problem, claimed, priced))
+    return priced.objective_us
+
+
 def _over_limit(problem: Problem, choice: tuple[int, ...]) -> list[int]:
     """Nodes whose strategies decide the bytes of the moments that `choice` breaks."""
     used = evaluate(problem, choice).used_bytes
@@ -286,7 +299,7 @@ def _memory_price(problem: Problem, model: ProblemModel, lp: LinearAnswer) -> fl
 def _checked(problem: Problem, found: _Found, tidy: tuple[int, ...], choice: tuple[int, ...]) -> tuple[int, ...]:
     """The referee agrees with the solver, and no single move beats a proven optimum."""
     priced, moved = evaluate(problem, choice), evaluate(problem, tidy)
-    room = 2 * TOLERANCE * max(1.0, abs(priced.objective_us))
+    room = LOOSE * max(1.0, abs(priced.objective_us))
     if not priced.feasible or abs(priced.objective_us - found.objective_us) > room:
         raise CompilerError(_disagreement(problem, found.objective_us, priced))
     if found.status is Status.OPTIMAL and moved.objective_us < found.objective_us - room:
@@ -316,7 +329,7 @@ def _without_nodes(problem: Problem, solver: str) -> Solution:
 
 def _infeasible(problem: Problem, solver: str, clock: _Clock) -> Solution:
     """What the limits would have to be."""
-    least = minimise_memory(problem, time_limit_s=clock.left_s()) if problem.moments else None
+    least = minimise_memory(problem, time_limit_s=clock.left_s(INFEASIBLE_S)) if problem.moments else None
     return Solution(
         status=Status.INFEASIBLE, choice=(), objective_us=math.inf, bound_us=math.inf, time_s=clock.elapsed_s(),
         solver=solver, needed_bytes=least.needed_bytes if least else 0,

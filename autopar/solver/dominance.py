@@ -32,7 +32,8 @@ from autopar.solver.view import Reader, VersionTable, View
 class Worst:
     """Worst growth when b replaces a, indexed [a, b]: µs to wait for, µs to hide per group, and whether bytes may grow.
 
-    The node's own cost, cover and held bytes are not in it; `grows_bytes` is [moment, a, b].
+    The node's own cost, cover and held bytes are not in it; `grows_bytes` is [moment, a, b] over
+    `View.moments_of` the node.
     """
 
     wait_us: Floats
@@ -59,7 +60,7 @@ def worst_growth(view: View, node: int, leave_out: frozenset[int] = frozenset())
 
 def no_worse(view: View, node: int, worst: Worst) -> Bools:
     """[a, b]: b may stand for a."""
-    cost, cover, held = view.cost[node], view.cover[node], view.held[node]
+    cost, cover, held = view.cost[node], view.cover[node], view.held[node][view.moments_of[node]]
     grown = cost[None, :] - cost[:, None] + worst.wait_us
     group = view.group[node]
     hide = dict(worst.hide_us)
@@ -129,19 +130,19 @@ def _same(roles: list[Ints]) -> Bools:
 
 
 def _bytes_growth(view: View, node: int, leave_out: frozenset[int]) -> Floats:
-    """[moment, a, b]: growth of the versions that the node reads."""
-    count = len(view.cost[node])
-    total = np.zeros((len(view.room), count, count))
+    """[moment, a, b]: growth of the versions that the node reads, over `moments_of` it."""
+    count, moments = len(view.cost[node]), view.moments_of[node]
+    total = np.zeros((len(moments), count, count))
     for index in view.versions_of[node]:
         version = view.versions[index]
         if version.value not in leave_out:
-            total += _version_growth(version, node)
+            total += _version_growth(version, node, moments)
     return total
 
 
-def _version_growth(version: VersionTable, node: int) -> Floats:
+def _version_growth(version: VersionTable, node: int, moments: list[int]) -> Floats:
     mine = [r.wants for r in version.readers if r.node == node]
-    sizes = version.sizes[:, mine[0]]
+    sizes = version.sizes[moments][:, mine[0]]
     if len(version.readers) == 1:
         return sizes[:, None, :] - sizes[:, :, None]
     if len(mine) == 1:

@@ -83,7 +83,9 @@ def _worth_merging(view: View, first: int, second: int) -> _Pair | None:
     alive = np.isfinite(cost)
     held_second = view.held[second] + _folded_bytes(view, second, left_out)
     for axis, node, held in ((1, second, held_second), (0, first, view.held[first])):
-        _drop_stood_for(alive, cost, cover, axis, group, worst_growth(view, node, left_out), held)
+        _drop_stood_for(
+            alive, cost, cover, axis, group, worst_growth(view, node, left_out), held[view.moments_of[node]]
+        )
     if not 0 < alive.sum() <= GROWTH * max(alive.shape):
         return None
     a, b = np.nonzero(alive)

@@ -41,6 +41,8 @@ class View:
         held: [moment, strategy] bytes per node.
         versions: distinct version tables; versions_of: their indices per node.
         room: limit - fixed bytes per moment.
+        moments_of: per node, moments that differ in what the node and the versions that it reads may hold there; one
+            of each kind, and none where that is nothing.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -83,6 +85,14 @@ class View:
             for node in sorted({r.node for r in readers}):
                 self.versions_of[node].append(len(self.versions))
             self.versions.append(VersionTable(value=value, readers=readers, sizes=sizes))
+        self.moments_of = [self._distinct_moments(node) for node in range(len(problem.nodes))]
+
+    def _distinct_moments(self, node: int) -> list[int]:
+        terms = np.concatenate([self.held[node], *(self.versions[v].sizes for v in self.versions_of[node])], axis=1)
+        kinds: dict[bytes, int] = {}
+        for moment in np.flatnonzero(terms.any(axis=1)):
+            kinds.setdefault(terms[moment].tobytes(), int(moment))
+        return list(kinds.values())
 
 
 def distinct_readers(readers: tuple[Reader, ...]) -> tuple[Reader, ...]:

@@ -67,6 +67,18 @@ def test_model_prices_a_choice_as_the_referee_does(seed: int) -> None:
         assert choice_of(model, point) == (choice, True)
 
 
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(SEEDS)
+def test_model_needs_no_reduction(seed: int) -> None:
+    problem = random_problem(seed)
+    model = build_model(problem)
+    relaxed, whole = highs.solve_lp(model.linear), highs.solve_mip(model.linear)
+    assert close(whole.objective, brute_force(problem))
+    assert relaxed.bound <= whole.objective + 1e-6 or whole.point is None
+    if whole.point is not None:
+        assert evaluate(problem, choice_of(model, whole.point)[0]).feasible
+
+
 @pytest.mark.parametrize("backend", ["pulp-cbc", "pulp-highs"])
 @pytest.mark.parametrize("seed", range(25))
 def test_both_adapters_agree(seed: int, backend: str) -> None:
@@ -166,6 +178,17 @@ def test_time_limit_keeps_the_choice_and_the_bound() -> None:
     assert evaluate(problem, solution.choice).feasible
     assert solution.bound_us <= solve(problem, gap=0.01).objective_us
     assert 0 < solution.gap < 1
+
+
+def test_time_limit_in_the_mip_keeps_the_choice_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = highs.solve_mip
+    monkeypatch.setattr(highs, "solve_mip", lambda model, **given: honest(model, **{**given, "time_limit_s": 0.0}))
+    problem = hard_problem(nodes=40)
+    solution = solve(problem, time_limit_s=100.0)
+    assert solution.status is Status.TIME_LIMIT and "time limit" in solution.status.value
+    assert evaluate(problem, solution.choice).objective_us == solution.objective_us
+    monkeypatch.undo()
+    assert solution.bound_us <= solve(problem).objective_us <= solution.objective_us
 
 
 def test_time_limit_without_a_choice_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
