@@ -30,7 +30,7 @@ def test_says_what_a_person_asks() -> None:
         "all_reduce(tp)",
         "16.0 ms    12.3%",  # 2 values × 4 layers × 2 ms of 130 ms
         "and 3 more places",
-        "pins        tp=2",
+        "pins     tp=2",
     ):
         assert words in text, f"{words!r} not in\n{text}"
 

@@ -18,6 +18,10 @@ InputKind = Literal["causal-lm", "masked-lm", "seq2seq-lm", "image-classificatio
 """What a model of this kind is called with; `inputs.py` builds each."""
 
 
+TINY = "-tiny"
+"""NAME-tiny is the tiny config of NAME's architecture."""
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One size of a family, as its file has it. `seq` is 0 for images. `parameters` counts tied ones once."""
 
@@ -50,6 +54,18 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         """The name that `autopar search` takes."""
         return self.row.name
 
+    def summary(self) -> dict[str, Any]:
+        """What `autopar models` shows."""
+        row = self.row
+        return {
+            "name": row.name,
+            "parameters": row.parameters,
+            "class": self.family.class_,
+            "seq": row.seq,
+            "global_batch": row.global_batch,
+            "source": row.source,
+        }
+
 
 @functools.cache
 def entries() -> dict[str, Entry]:
@@ -63,9 +79,10 @@ def entries() -> dict[str, Entry]:
 
 
 class Named(msgspec.Struct, frozen=True, kw_only=True):
-    """What MODEL on the command line turned out to be: exactly one field is set."""
+    """What MODEL on the command line turned out to be: an entry (or its tiny config), a config file, or a factory."""
 
     entry: Entry | None = None
+    tiny: bool = False
     config: Path | None = None
     factory: tuple[str, str] | None = None
 
@@ -77,6 +94,8 @@ def resolve(model: str) -> Named:
     """
     if model in entries():
         return Named(entry=entries()[model])
+    if model.removesuffix(TINY) in entries():
+        return Named(entry=entries()[model.removesuffix(TINY)], tiny=True)
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autopar.catalogue.entries import Entry, InputKind, resolve
+from autopar.catalogue.entries import TINY, Entry, InputKind, resolve
 from autopar.catalogue.factory import Inputs, call_factory, count_tokens
 from autopar.catalogue.inputs import DEFAULT_BATCH, Maker, checked_sequence, example_inputs
 from autopar.errors import UserError
@@ -64,7 +64,7 @@ def load_model(
     Args:
         seq, global_batch: None takes the catalogue's defaults.
         precision: "fp64" makes the parameters float64. bf16 keeps float32 ones: the compiler casts.
-        tiny: for a catalogue name, the family's tiny config instead.
+        tiny: for a catalogue name, the family's tiny config instead, as NAME-tiny gives.
         device: "meta" allocates nothing; "cpu" draws weights and inputs from `seed`.
 
     Raises:
@@ -84,7 +84,7 @@ def load_model(
         built = _build(class_name, config, dtype, device, seed)
         return _with_inputs(name, built, _kind(class_name, config), seq, global_batch, make)
     assert named.entry is not None
-    return _from_entry(named.entry, seq, global_batch, dtype, tiny, device, seed, make)
+    return _from_entry(named.entry, seq, global_batch, dtype, tiny or named.tiny, device, seed, make)
 
 
 def _from_entry(
@@ -103,7 +103,8 @@ def _from_entry(
     seq = seq or (TINY_SEQ if tiny else row.seq) or None
     batch = batch or (TINY_BATCH if tiny else row.global_batch)
     note = f"tiny config of the same architecture ({_count(model):,} parameters)" if tiny else ""
-    return _with_inputs(row.name, model, family.inputs, seq, batch, make, note)
+    name = row.name + TINY if tiny else row.name
+    return _with_inputs(name, model, family.inputs, seq, batch, make, note)
 
 
 def _with_inputs(

@@ -6,16 +6,23 @@ import io
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
+import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.errors import UserError
 from autopar.ir.plan import Plan, PlanNote, PlanParameter, PlanReshard
-from autopar.present.words import bar, bytes_words, count_words, group_name, pattern_of, time_words
+from autopar.present.words import bar, bytes_words, count_words, group_name, pattern_of, shorten, time_words
 
 CONVERSIONS_SHOWN = 6
 NOTES_SHOWN = 8
+SOURCE_SHOWN = 200
+"""Characters of the cost source; the plan's JSON has all of it."""
+
 WIDE = 100
 """From this many columns on, a parameter's own bytes are shown beside those of its group with optimizer state."""
 
@@ -49,14 +56,14 @@ def plan_view(
         _section("Memory per device"),
         _shares(plan.predicted.breakdown_bytes, memory_limit_bytes or plan.predicted.peak_memory_bytes, bytes_words),
     ]
-    if plan.conversions:
+    if any(c.us > 0 for c in plan.conversions):
         parts += [
             _section("Communication that costs most"),
             _conversions(plan.conversions, plan.predicted.step_time_us),
         ]
     if plan.notes:
         parts += [_section("Notes"), *notes_view(plan.notes)]
-    return Group(*parts)
+    return Group(*parts, Text(f"\ncosts from: {shorten(plan.predicted.cost_source, SOURCE_SHOWN)}", style="dim"))
 
 
 def _section(title: str) -> Text:
@@ -85,7 +92,6 @@ def _head(plan: Plan, limit: int | None, links: Sequence[str]) -> RenderableType
     grid.add_row("solver", _solver_words(plan))
     if plan.pins:
         grid.add_row("pins", ", ".join(f"{k}={v}" for k, v in plan.pins.items()))
-    grid.add_row("costs from", p.cost_source)
     return grid
 
 
@@ -176,7 +182,7 @@ class _Bar:
 def _conversions(conversions: Sequence[PlanReshard], step_us: float) -> Table:
     """Conversions of alike values added up, the dearest first."""
     totals: dict[tuple[str, str, str, str], list[PlanReshard]] = defaultdict(list)
-    for c in conversions:
+    for c in (c for c in conversions if c.us > 0):
         totals[" then ".join(c.steps), c.before, c.after, pattern_of(c.value) if "." in c.value else ""].append(c)
     rows = sorted(totals.values(), key=lambda group: -sum(c.us * c.count for c in group))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
@@ -208,12 +214,34 @@ def _conversion_row(group: Sequence[PlanReshard], step_us: float) -> tuple[str, 
     return " then ".join(first.steps), arrow, of, str(count), time_words(us), _part(us, step_us)
 
 
+def parameter_view(plan: Plan, pattern: str, width: int) -> tuple[RenderableType, dict[str, object]]:
+    """Parameters that match a name or a pattern, with their conversions; and the same as plain data.
+
+    Raises UserError with the closest names where nothing matches.
+    """
+    names = [n for n in plan.parameters if fnmatchcase(n, pattern) or fnmatchcase(pattern_of(n), pattern)]
+    if not names:
+        near = get_close_matches(pattern, plan.parameters, n=3, cutoff=0.3)
+        hint = f"; closest: {', '.join(near)}" if near else ""
+        raise UserError(f"--param {pattern}: no such parameter in the plan for {plan.model.name}{hint}")
+    chosen = {n: plan.parameters[n] for n in names}
+    moved = [c for c in plan.conversions if c.value in chosen]
+    parts: list[RenderableType] = [_parameters(chosen, wide=width >= WIDE)]
+    if moved:
+        parts += [_section("Conversions"), _conversions(moved, plan.predicted.step_time_us)]
+    data: dict[str, object] = {
+        "parameters": {n: msgspec.to_builtins(p) for n, p in chosen.items()},
+        "conversions": [msgspec.to_builtins(c) for c in moved],
+    }
+    return Group(*parts), data
+
+
 def _part(us: float, step_us: float) -> str:
     return f"{us / step_us:.1%}" if step_us else ""
 
 
 def notes_view(notes: Sequence[PlanNote], shown: int | None = NOTES_SHOWN) -> Iterator[RenderableType]:
-    """Notes that say the same, once, with how many places; those said most often first."""
+    """Notes that say the same, once, with how many places; those said most often first; at most `shown` (None: all)."""
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for note in notes:
         alike[note.kind, note.message].append(note.where)

@@ -69,3 +69,8 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             spans.append([n, n])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def shorten(text: str, most: int) -> str:
+    """`text`, cut at a word to at most `most` characters, the cut marked."""
+    return text if len(text) <= most else text[: most - 1].rsplit(" ", 1)[0].rstrip(" ;,") + " …"

@@ -1,0 +1,394 @@
+"""`autopar ...`: what `api` does, from a shell.
+
+Torch is imported inside the commands that need it, after their arguments are checked: the rest answers at once.
+Results go to stdout, everything else to stderr. Exit: 0 done, 1 verification found a difference or the doctor something
+missing, 2 bad input, 3 no plan fits, 4 a rank failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console, Group, RenderableType
+
+from autopar.errors import AutoparError, CompilerError, PlanError, UserError
+from autopar.present import arguments
+from autopar.present.progress import working
+
+if TYPE_CHECKING:
+    from autopar.catalogue.source import ModelSource
+    from autopar.ir.plan import Plan
+
+app = App(
+    name="autopar",
+    help="Trains the same PyTorch model, with the same numbers, spread over a cluster in the fastest way that fits.",
+    default_parameter=Parameter(negative=()),
+    version=lambda: _version(),
+)
+
+Precision = Literal["fp32", "bf16", "fp64"]
+Model = Annotated[
+    str,
+    Parameter(
+        help="Catalogue name (NAME-tiny: a tiny one like it), config.json, model folder or package.module:factory."
+    ),
+]
+Seq = Annotated[int | None, Parameter(help="Tokens per sample; default: see `autopar models`.")]
+Batch = Annotated[int | None, Parameter(help="Samples per step over all devices; default: see `autopar models`.")]
+Pins = Annotated[
+    list[str] | None,
+    Parameter(name="--pin", help="tp=2, zero=3, or a layout: 'model.layers.*.mlp.up_proj=tp:S(0)'. May repeat."),
+]
+Json = Annotated[bool, Parameter(name="--json", help="One JSON object on stdout and nothing else.")]
+
+
+@app.command
+def search(
+    model: Model,
+    /,
+    *,
+    cluster: Annotated[str, Parameter(name=["--cluster", "-c"], help="preset:N, local:N or a TOML file.")],
+    seq: Seq = None,
+    global_batch: Batch = None,
+    precision: Annotated[Precision | None, Parameter(help="Default: bf16 on GPUs, fp32 on CPUs.")] = None,
+    objective: Literal["time", "memory"] = "time",
+    pin: Pins = None,
+    space: Annotated[
+        list[str] | None, Parameter(help="Degrees to try: data=1,2,4, tensor=1,2 or context=1. May repeat.")
+    ] = None,
+    memory_limit: Annotated[
+        str | None, Parameter(help="Bytes per device, such as 40GiB; default: the device's.")
+    ] = None,
+    time_limit: Annotated[float | None, Parameter(help="Seconds for the solver; the plan then says its gap.")] = None,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"], help="Write the plan there as JSON.")] = None,
+    dump_dir: Annotated[Path | None, Parameter(help="Each stage writes what it hands on there.")] = None,
+    json_: Json = False,
+) -> None:
+    """Find the fastest plan that fits, and print it."""
+    from autopar.catalogue.entries import resolve
+
+    resolve(model)
+    pins = arguments.parse_pins(pin or ())
+    degrees = arguments.parse_space(space or ())
+    limit = arguments.parse_bytes("--memory-limit", memory_limit)
+    arguments.check_positive("--time-limit", time_limit)
+    arguments.check_positive("--seq", seq)
+    arguments.check_positive("--global-batch", global_batch)
+    arguments.check_writable("-o", output)
+    with working("search") as progress:
+        from autopar.cost_model.clusters import load_cluster
+
+        spec = load_cluster(cluster)
+        precision = precision or ("bf16" if spec.backend == "nccl" else "fp32")
+        progress("import torch", 0.0)
+        from autopar import api
+        from autopar.catalogue.source import load_model
+        from autopar.ir.options import Options
+
+        progress(f"build {model}", 0.0)
+        source = load_model(model, seq=seq, global_batch=global_batch, precision=precision)
+        options = Options(
+            objective=objective,
+            memory_limit=limit,
+            pins=pins,
+            search_space=degrees,
+            precision=precision,
+            time_limit_s=time_limit,
+            dump_dir=str(dump_dir) if dump_dir else None,
+        )
+        plan = api.search(
+            source.model,
+            spec,
+            example_inputs=source.example_inputs,
+            options=options,
+            progress=progress,
+            model_name=source.name,
+        )
+    if output is not None:
+        _save(plan, output)
+    if json_:
+        sys.stdout.write(plan.to_json().decode())
+        return
+    from autopar.present.plan_text import plan_view
+
+    console = Console(highlight=False)
+    budget = limit if limit is not None else spec.memory_bytes
+    links = [level.name for level in spec.levels]
+    console.print(plan_view(plan, console.width, memory_limit_bytes=budget, links=links))
+    if source.note:
+        console.print(f"\n{source.note}")
+    if output is not None:
+        console.print(f"\nwritten to {output}; see `autopar inspect {output}`")
+
+
+@app.command
+def inspect(
+    plan: Annotated[Path, Parameter(help="A plan's JSON file.")],
+    /,
+    *,
+    param: Annotated[str | None, Parameter(help="Only this parameter, or those that match a pattern with *.")] = None,
+    notes: Annotated[bool, Parameter(help="Every note, none folded away.")] = False,
+    code: Annotated[Path | None, Parameter(help="Write the emitted Python module into this folder.")] = None,
+    model: Annotated[str | None, Parameter(help="For --code: the model, if its name isn't in the plan.")] = None,
+    seq: Seq = None,
+    global_batch: Batch = None,
+    json_: Json = False,
+) -> None:
+    """Show a plan: its table, one parameter, its notes, or the code that each rank runs."""
+    from autopar.ir.plan import Plan
+    from autopar.present import plan_text
+
+    found = Plan.load(plan)
+    console = Console(highlight=False)
+    view: RenderableType
+    data: dict[str, object] | None = None
+    if code is not None:
+        path = _write_code(found, code, model, seq, global_batch)
+        console.print(f"written to {path}")
+        return
+    if param is not None:
+        view, data = plan_text.parameter_view(found, param, console.width)
+    elif notes:
+        view = Group(*plan_text.notes_view(found.notes, None))
+        data = {"notes": [msgspec.to_builtins(n) for n in found.notes]}
+    else:
+        view = plan_text.plan_view(found, console.width)
+    if json_:
+        sys.stdout.write(found.to_json().decode() if data is None else json.dumps(data, indent=1) + "\n")
+    else:
+        console.print(view)
+
+
+def _write_code(plan: Plan, folder: Path, model: str | None, seq: int | None, global_batch: int | None) -> Path:
+    arguments.check_folder("--code", folder)
+    with working("inspect") as progress:
+        progress("import torch", 0.0)
+        from autopar import api
+
+        source = _planned_model(plan, model, seq, global_batch, "meta")
+        text = api.emit_source(source.model, source.example_inputs, plan)
+    path = folder / f"{arguments.file_name(plan.model.name)}.py"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(f"--code {folder}: cannot be written ({error.strerror})") from None
+    return path
+
+
+def _planned_model(
+    plan: Plan, model: str | None, seq: int | None, global_batch: int | None, device: Literal["meta", "cpu"]
+) -> ModelSource:
+    """The model that a plan was made for, by the name in the plan unless one is given."""
+    from autopar.catalogue.source import load_model
+
+    name = model or plan.model.name
+    try:
+        precision: Any = plan.precision
+        return load_model(name, seq=seq, global_batch=global_batch, precision=precision, device=device)
+    except UserError as error:
+        if model is not None:
+            raise
+        raise PlanError(
+            f"the plan is for a model called {name}, which this can't build ({error}); give --model"
+        ) from None
+
+
+@app.command
+def verify(
+    model_or_plan: Annotated[str, Parameter(help="A model (catalogue names: its tiny config) or a plan's JSON file.")],
+    /,
+    *,
+    ranks: Annotated[int | None, Parameter(help="CPU ranks; default 2, or the plan's devices.")] = None,
+    pin: Pins = None,
+    steps: Annotated[int, Parameter(help="Optimizer steps.")] = 3,
+    precision: Literal["fp32", "fp64"] = "fp32",
+    model: Annotated[str | None, Parameter(help="For a plan: the model, if its name isn't in the plan.")] = None,
+    seq: Seq = None,
+    global_batch: Batch = None,
+    json_: Json = False,
+) -> None:
+    """Run a plan on CPU ranks beside one device: compare loss, gradients, and what optimizer steps leave."""
+    pins = arguments.parse_pins(pin or ())
+    for option, value in (("--ranks", ranks), ("--steps", steps), ("--seq", seq), ("--global-batch", global_batch)):
+        arguments.check_positive(option, value)
+    plan = arguments.plan_or_none(model_or_plan)
+    if plan is not None:
+        if ranks is not None and ranks != plan.cluster.devices:
+            raise PlanError(f"plan {model_or_plan}: is for {plan.cluster.devices} ranks, not --ranks {ranks}")
+        if pins:
+            raise UserError("--pin: a plan is already decided; pins go with a model")
+        ranks = plan.cluster.devices
+    else:
+        from autopar.catalogue.entries import resolve
+
+        resolve(model_or_plan)
+    with working("verify") as progress:
+        progress("import torch", 0.0)
+        from autopar import api
+        from autopar.catalogue.source import load_model
+        from autopar.ir.options import Options
+
+        if plan is not None:
+            arguments.check_affordable(plan)
+            source = _planned_model(plan, model, seq, global_batch, "cpu")
+            kept: Any = plan.precision
+            options = Options(precision=kept)
+        else:
+            source = load_model(
+                model_or_plan, seq=seq, global_batch=global_batch, precision=precision, tiny=True, device="cpu"
+            )
+            options = Options(precision=precision, pins=pins)
+        progress(f"run {source.name}", 0.0)
+        report = api.verify(
+            source.model,
+            source.example_inputs,
+            ranks=ranks or 2,
+            options=options,
+            plan=plan,
+            steps=steps,
+        )
+    _show_report(report, source, ranks or 2, json_)
+    if not report.ok:
+        raise SystemExit(1)
+
+
+def _show_report(report: Any, source: ModelSource, ranks: int, as_json: bool) -> None:
+    rows = [{"name": r.name, "layout": r.layout, "error": r.error, "tolerance": r.tolerance} for r in report.rows]
+    first = report.first_difference
+    if as_json:
+        data = {"ok": report.ok, "model": source.name, "note": source.note, "ranks": ranks, "rows": rows}
+        print(json.dumps({**data, "first_difference": str(first) if first else None}, indent=1))
+        return
+    from autopar.present.tables import verify_table
+
+    console = Console(highlight=False)
+    console.print(f"{source.name} on {ranks} ranks beside one device{f'; {source.note}' if source.note else ''}")
+    console.print(verify_table(report.rows))
+    if report.ok:
+        console.print(f"[green]same numbers:[/] {len(rows)} tensors within tolerance, the worst shown")
+    else:
+        console.print(f"[red]differs[/], first: {first}")
+
+
+@app.command
+def models(*, json_: Json = False) -> None:
+    """List the architectures that `search` and `verify` know by name."""
+    from autopar.catalogue.entries import entries
+    from autopar.present.tables import models_table
+
+    rows = [e.summary() for e in entries().values()]
+    if json_:
+        print(json.dumps({"models": rows}, indent=1))
+        return
+    console = Console(highlight=False)
+    console.print(models_table(rows, wide=console.width >= 110))
+    console.print("\nseq and batch are defaults: --seq, --global-batch. Architectures only, no weights.")
+
+
+@app.command
+def clusters(*, json_: Json = False) -> None:
+    """List the cluster presets that `--cluster` knows by name."""
+    from autopar.cost_model.catalogue import list_presets
+    from autopar.present.tables import clusters_table, preset_row
+
+    rows = [preset_row(p) for p in list_presets()]
+    if json_:
+        print(json.dumps({"clusters": rows}, indent=1))
+        return
+    console = Console(highlight=False)
+    console.print(clusters_table(rows))
+    console.print("\nPRESET:N is N nodes or cards; local:N is this machine with N ranks; or a TOML file.")
+
+
+@app.command
+def profile(
+    *,
+    ranks: Annotated[int, Parameter(help="Ranks that measure at the same time.")] = 2,
+    output: Annotated[Path, Parameter(name=["--output", "-o"], help="Where to write the cluster as TOML.")],
+) -> None:
+    """Measure this machine, and write it as a cluster description."""
+    arguments.check_positive("--ranks", ranks)
+    arguments.check_writable("-o", output)
+    with working("profile") as progress:
+        progress("import torch", 0.0)
+        from autopar.cost_model.clusters import dump_cluster
+        from autopar.cost_model.local import local_cluster
+
+        text = dump_cluster(local_cluster(ranks, fresh=True))
+    output.write_text(text)
+    print(f"written to {output}; use it with `--cluster {output}`")
+
+
+@app.command
+def doctor(
+    *, ranks: Annotated[int, Parameter(help="Ranks to start on this machine.")] = 2, json_: Json = False
+) -> None:
+    """Say what is installed, what this machine has, and whether ranks see each other."""
+    arguments.check_positive("--ranks", ranks)
+    from autopar.present.doctor import facts
+    from autopar.present.tables import facts_table
+
+    with working("doctor") as progress:
+        progress("look around", 0.0)
+        from autopar.runtime.launch import launch
+
+        found = list(facts(launch, ranks))
+    if json_:
+        print(json.dumps({"facts": [{"what": w, "ok": ok, "detail": d} for w, ok, d in found]}, indent=1))
+    else:
+        Console(highlight=False).print(facts_table(found))
+    if any(ok is False for _, ok, _ in found):
+        raise SystemExit(1)
+
+
+def _save(plan: Plan, path: Path) -> None:
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise UserError(f"-o {path}: cannot be written ({error.strerror})") from None
+
+
+def _version() -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version("autopar")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command and exit with its code."""
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    try:
+        app(tokens, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        _fail(_usage(error), 2)
+    except CompilerError as error:
+        import traceback
+
+        traceback.print_exc()
+        _fail(f"a bug in autopar: {error}", error.exit_code)
+    except UserError as error:
+        _fail(" ".join(str(error).split()), error.exit_code)
+    except AutoparError as error:
+        _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+def _usage(error: CycloptsError) -> str:
+    return f"{' '.join(str(error).split())} See `autopar --help`."
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"autopar: {message}", file=sys.stderr)
+    raise SystemExit(code) from None

@@ -1,0 +1,109 @@
+"""Catalogues, verification reports and the doctor's findings as tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from rich.table import Table
+
+from autopar.present.words import bytes_words, count_words
+
+ROWS_SHOWN = 12
+
+
+def plain_table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """A table without lines; the columns named in `right` are numbers. The last column takes what is left."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in columns:
+        last = name == columns[-1]
+        table.add_column(
+            name,
+            justify="right" if name in right else "left",
+            no_wrap=not last,
+            overflow="fold" if last else "ellipsis",
+        )
+    return table
+
+
+def models_table(rows: Iterable[dict[str, Any]], *, wide: bool) -> Table:
+    """Rows with name, parameters, class, seq, global_batch, source (shown where it is `wide`)."""
+    source = ("source",) if wide else ()
+    table = plain_table("name", "parameters", "seq", "batch", "class", *source, right=("parameters", "seq", "batch"))
+    for row in rows:
+        seq = str(row["seq"]) if row["seq"] else "-"
+        size = count_words(row["parameters"])
+        cells = (row["name"], size, seq, str(row["global_batch"]), row["class"], row["source"])
+        table.add_row(*cells[: len(table.columns)])
+    return table
+
+
+def preset_row(preset: Any) -> dict[str, Any]:
+    """What `autopar clusters` shows of a cost_model Preset."""
+    memory = preset.device.memory
+    return {
+        "name": preset.name,
+        "unit": preset.unit,
+        "devices": preset.devices_per_node,
+        "device": preset.device.name,
+        "memory_bytes": memory.total_bytes - memory.held_back_bytes,
+        "bf16_flops": preset.device.peak_flops.get("bfloat16", 0.0),
+        "inside": preset.inside.name,
+        "between": preset.between.name,
+        "date": preset.date,
+    }
+
+
+def clusters_table(rows: Iterable[dict[str, Any]]) -> Table:
+    """Rows with name, unit, devices, device, memory_bytes, bf16_flops, inside, between, date."""
+    flops = "bf16 TFLOP/s"
+    table = plain_table("preset", "one of it is", "memory", flops, "inside", "between", right=("memory", flops))
+    for row in rows:
+        devices = row["devices"] if row["unit"] == "node" else 1
+        memory, peak = bytes_words(row["memory_bytes"]), f"{row['bf16_flops'] / 1e12:.0f}"
+        table.add_row(row["name"], f"{devices} × {row['device']}", memory, peak, row["inside"], row["between"])
+    return table
+
+
+class VerifyRow(Protocol):
+    """One compared tensor: largest error relative to the tensor's largest entry, and what is allowed."""
+
+    @property
+    def name(self) -> str:
+        """Of the tensor."""
+
+    @property
+    def layout(self) -> str:
+        """As planned."""
+
+    @property
+    def error(self) -> float:
+        """nan where a side is missing or not a number."""
+
+    @property
+    def tolerance(self) -> float:
+        """Most that is allowed."""
+
+
+def verify_table(rows: Sequence[VerifyRow]) -> Table:
+    """What fails, then what comes closest to failing; at most ROWS_SHOWN."""
+
+    def badness(row: VerifyRow) -> float:
+        return math.inf if math.isnan(row.error) else row.error / row.tolerance
+
+    table = plain_table("", "error", "allowed", "tensor", "layout", right=("error", "allowed"))
+    for row in sorted(rows, key=badness, reverse=True)[:ROWS_SHOWN]:
+        mark = "[green]ok" if badness(row) <= 1 else "[red]differs"
+        table.add_row(mark, f"{row.error:.1e}", f"{row.tolerance:.0e}", row.name, row.layout)
+    return table
+
+
+def facts_table(facts: Iterable[tuple[str, bool | None, str]]) -> Table:
+    """(what, fine or not or neither, detail) rows."""
+    table = plain_table("", "", "")
+    table.show_header = False
+    marks = {True: "[green]ok", False: "[red]missing", None: "-"}
+    for what, fine, detail in facts:
+        table.add_row(marks[fine], what, detail)
+    return table
