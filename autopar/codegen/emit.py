@@ -6,7 +6,7 @@ The text depends on the program alone. `Source.lines` says of each line which op
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.codegen import tables
 from autopar.codegen.render import call, collective, shape, short
@@ -98,8 +98,14 @@ class _Writer:
             self._unpack_saved()
             if not fn.block:
                 self._line(1, f"gradients = [None] * {len(fn.parameters)}")
+        drawing = any(isinstance(s, Compute) and s.place.key in s.args for s in fn.steps)
+        if drawing:
+            path = f"{tables.instances_name(fn.block)}[i]" if fn.block else '""'
+            self._line(1, f"rt.instance = {path}", note="names the random draws")
         for item in self.items:
             self._item(item, 1)
+        if drawing and fn.block:
+            self._line(1, 'rt.instance = ""')
         self._return()
 
     def _line(self, depth: int, line: str, place: Place | None = None, note: str = "") -> None:
@@ -193,15 +199,11 @@ class _Writer:
         for item in loop.body:
             if isinstance(item, CallBlock):
                 self._call(item, depth + 1, "i")
-                rows = self.program_rows(item.block)
+                rows = self.program.block_parameters[item.block]
                 self.stored.update(p for k in loop.indices for p in rows[k])
             else:
-                self._item(item, depth + 1)
+                self._item(_for_all(item, self.program.calls), depth + 1)
         self.group = ("", "")
-
-    def program_rows(self, block: str) -> tuple[tuple[int, ...], ...]:
-        """Positions of the parameters of each call of a block."""
-        return self.program.block_parameters[block]
 
     def _call(self, step: CallBlock, depth: int, index: str) -> None:
         saved = f"{tables.saved_name(step.block)}[{index}]"
@@ -254,6 +256,15 @@ _DOCS = {
     Phase.FORWARD: "Local tensors in; (outputs, new values of buffers, what the backward needs) out.",
     Phase.BACKWARD: "Gradients of the local parameters, in storage layout, None where there is none. Empties `saved`.",
 }
+
+
+def _for_all(item: Item, calls: Mapping[str, Sequence[str]]) -> Item:
+    """An item of a loop, said to come from all instances where it comes from a call of one."""
+    if isinstance(item, (Compute, Convert)):
+        for instances in calls.values():
+            if item.place.module_path in instances:
+                return replace(item, place=replace(item.place, module_path=tables.pattern(instances)))
+    return item
 
 
 def _read_by(items: Iterable[Item]) -> set[str]:

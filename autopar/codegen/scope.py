@@ -98,24 +98,31 @@ class Scope:
         found = self.versions.get((value, layout))
         if found is not None:
             return found
-        if value not in self.made:
+        if self.earlier is not None and (value not in self.made or self._from_earlier(value)):
             found = self._saved(value, layout)
             if found.layout == layout:
                 return found
-        made = self.made[value]
+        made = self.made.get(value)
+        if made is None:
+            raise CompilerError(f"{value} is read before it is made (by {place.key})")
         after = self.names.version(value, layout)
         self.steps.append(conversion(made, after, self.names, place))
         self.versions[(value, layout)] = after
         return after
 
+    def _from_earlier(self, value: str) -> bool:
+        """True if the forward made the value, and it isn't at hand here anyway as parameters are."""
+        assert self.earlier is not None
+        return self.made[value].name in self.saved
+
     def _saved(self, value: str, layout: Layout) -> Local:
         """Ask the forward for `layout` if it has it, else for the made version."""
-        if self.earlier is None or value not in self.earlier.made:
+        assert self.earlier is not None
+        if value not in self.earlier.made:
             raise CompilerError(f"{value} is read before it is made")
-        made = self.earlier.made[value]
         found = self.earlier.versions.get((value, layout))
         if found is None:
-            found = self.made[value] = made
+            found = self.made[value] = self.earlier.made[value]
         self.saved[found.name] = found
         self.versions[(value, found.layout)] = found
         return found

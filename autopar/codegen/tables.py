@@ -21,7 +21,12 @@ def saved_name(key: str) -> str:
 
 def rows_name(key: str) -> str:
     """The table of the parameters' positions."""
-    return f"{stem(key).upper()}_PARAMETERS"
+    return f"{stem(key)}_PARAMETERS"
+
+
+def instances_name(key: str) -> str:
+    """The table of the instances' module paths."""
+    return f"{stem(key)}_INSTANCES"
 
 
 def pattern(instances: Sequence[str]) -> str:
@@ -34,15 +39,15 @@ def pattern(instances: Sequence[str]) -> str:
 
 def head_rows(program: Program) -> Iterable[str]:
     """Constants above the functions."""
-    axes = "".join(f'("{a.name}", {a.size}), ' for a in program.mesh.axes).rstrip()
+    axes = [f'("{a.name}", {a.size})' for a in program.mesh.axes]
     yield ""
-    yield f"AXES = ({axes})"
+    yield f"AXES = ({', '.join(axes)}{',' if len(axes) == 1 else ''})"
     yield from _layouts("INPUTS", program.inputs)
     yield from _layouts("OUTPUTS", program.outputs)
     yield from _layouts("TANGENTS", program.tangents)
     for key, instances in program.calls.items():
         yield f"{rows_name(key)} = {_rows(program.block_parameters[key])}"
-        yield f"{stem(key).upper()}_INSTANCES = {_instances(instances)}"
+        yield f"{instances_name(key)} = {_instances(instances)}"
 
 
 def parameter_rows(program: Program) -> Iterable[str]:
@@ -64,12 +69,11 @@ def _layouts(name: str, layouts: Mapping[str, Layout]) -> Iterable[str]:
 
 
 def _rows(rows: Sequence[tuple[int, ...]]) -> str:
-    """Rows of positions; as one expression where they are consecutive and equally far apart."""
-    if rows and rows[0] and all(r == tuple(range(r[0], r[0] + len(r))) for r in rows):
-        size, first = len(rows[0]), rows[0][0]
-        step = rows[1][0] - first if len(rows) > 1 else size
-        if all(len(r) == size and r[0] == first + step * k for k, r in enumerate(rows)):
-            return f"[range({first} + {step} * i, {first + size} + {step} * i) for i in range({len(rows)})]"
+    """Rows of positions; as one expression where each is the first moved by a constant step."""
+    if len(rows) > 1 and rows[0]:
+        step = rows[1][0] - rows[0][0]
+        if all(row == tuple(k + step * i for k in rows[0]) for i, row in enumerate(rows)):
+            return f"[[k + {step} * i for k in {list(rows[0])}] for i in range({len(rows)})]"
     return "[" + ", ".join(str(list(r)) for r in rows) + "]"
 
 

@@ -78,7 +78,7 @@ class Executable:
 
     def _where(self, place: Place, frame: types.FrameType) -> str:
         stem = frame.f_code.co_name.rpartition("_")[0]
-        instances = self._names.get(f"{stem.upper()}_INSTANCES")
+        instances = self._names.get(f"{stem}_INSTANCES")
         path = place.module_path
         if instances is not None and "i" in frame.f_locals:
             path = ".".join(p for p in (instances[frame.f_locals["i"]], path) if p)

@@ -5,7 +5,7 @@ Its forward runs the emitted forward as one autograd function, whose backward ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,13 @@ class ParallelModule(nn.Module):
         recompile: Callable[[bool], Compiled] | None = None,
     ) -> None:
         super().__init__()
-        layouts = storage_layouts({name: p.layout for name, p in plan.parameters.items()}, rt.mesh)
+        stored = storage_layouts({name: p.layout for name, p in plan.parameters.items()}, rt.mesh)
+        every = [(name, info) for info in captured.parameters for name in (info.name, *info.aliases)]
+        layouts = {name: stored[info.name] for name, info in every if info.name in stored}
+        named = [*every, *((name, info) for info in captured.buffers for name in (info.name, *info.aliases))]
+        dtypes = {name: getattr(torch, info.meta.dtype) for name, info in named}
         self._autopar = _State(captured, plan, rt, recompile)
-        self._autopar.weights = Weights(self, model, layouts, rt)
+        self._autopar.weights = Weights(self, model, layouts, dtypes, rt)
         self._autopar.add(captured, source)
         self.training = captured.training
 
@@ -81,6 +85,11 @@ class ParallelModule(nn.Module):
     def communicator(self) -> Communicator:
         """This rank's `rt`."""
         return self._autopar.rt
+
+    @property
+    def storage_layouts(self) -> dict[str, Layout]:
+        """How each parameter is stored, by its first name."""
+        return dict(self._autopar.weights.layouts)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own return value. Arguments are the global batch as plain tensors, equal on all ranks, or DTensors."""
@@ -256,27 +265,10 @@ def local_inputs(
     """This rank's pieces of a call's arguments, in the order of the graph's inputs.
 
     Raises:
-        InputError: an argument has another shape, dtype or value than the captured call; names it.
+        InputError: an argument has another shape, dtype or value than the captured call; names it (`CallSignature.flatten`).
     """
     leaves = captured.signature.flatten(args, kwargs)
-    by_path: dict[str, Any] = {}
-    for leaf, given in zip(captured.signature.inputs, leaves, strict=True):
-        if leaf.meta is None:
-            if given != leaf.constant:
-                raise InputError(
-                    f"argument {leaf.path} is {given!r}, the model was captured with {leaf.constant!r}; compile it again "
-                    "for another value"
-                )
-            continue
-        if not isinstance(given, Tensor):
-            raise InputError(f"argument {leaf.path} is a {type(given).__name__}, wanted a tensor {leaf.meta}")
-        dtype = str(given.dtype).removeprefix("torch.")
-        if tuple(given.shape) != leaf.meta.shape or dtype != leaf.meta.dtype:
-            raise InputError(
-                f"argument {leaf.path} is {dtype}{list(given.shape)}, the model was captured with {leaf.meta}; give the "
-                "global batch in that shape, or compile again for this one"
-            )
-        by_path[leaf.path] = given
+    by_path = {leaf.path: given for leaf, given in zip(captured.signature.inputs, leaves, strict=True)}
     return [_place(by_path[path], layout, rt) for path, layout in layouts.items()]
 
 
@@ -296,7 +288,3 @@ def _outward(
         return out
     return wrap(out, shape, layout, rt)
 
-
-def named_pieces(module: ParallelModule, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Local pieces by name."""
-    return {name: unwrap(t) for name, t in tensors}

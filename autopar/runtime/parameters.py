@@ -29,6 +29,12 @@ class Holder(nn.Module):
         raise UserError("a submodule of a compiled model cannot be called: call the compiled module itself")
 
 
+_CONTAINERS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.ModuleList: nn.ModuleList, nn.Sequential: nn.ModuleList, nn.ModuleDict: nn.ModuleDict
+}  # fmt: skip
+"""Containers stay what they are, so that `module.layers[3]` works."""
+
+
 def placements(layout: Layout) -> tuple[TorchPlacement, ...]:
     """The layout as DTensor writes it."""
     kinds: list[TorchPlacement] = []
@@ -73,50 +79,65 @@ def cut(whole: Tensor, layout: Layout, mesh: Mesh, rank: int, device: torch.devi
 class Weights:
     """The parameters and buffers of one compiled module on one rank.
 
-    `layouts`: every parameter's storage layout by its first name. `unloaded`: names that have no values yet.
+    Args:
+        layouts: every parameter's storage layout, under each of its names.
+        dtypes: what parameters and buffers are stored in, where it isn't the model's own dtype.
+
+    `first` maps each name to the first name of the same tensor; `unloaded` has the first names without values yet.
     """
 
-    def __init__(self, root: nn.Module, model: nn.Module, layouts: Mapping[str, Layout], rt: Communicator) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        model: nn.Module,
+        layouts: Mapping[str, Layout],
+        dtypes: Mapping[str, torch.dtype],
+        rt: Communicator,
+    ) -> None:
         self.root = root
         self.rt = rt
-        self.layouts = dict(layouts)
+        self.dtypes = dtypes
+        self.layouts: dict[str, Layout] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self.first: dict[str, str] = {}
         self.unloaded: set[str] = set()
-        self._build(model)
+        self._build(model, layouts)
 
-    def _build(self, model: nn.Module) -> None:
+    def _build(self, model: nn.Module, layouts: Mapping[str, Layout]) -> None:
         """Copy the model's tree with local pieces. A shared submodule is one Holder under all its names."""
         holders: dict[int, nn.Module] = {id(model): self.root}
         seen: dict[int, str] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             new = holders.get(id(module))
             if new is None:
-                new = holders[id(module)] = Holder()
+                new = holders[id(module)] = _CONTAINERS.get(type(module), Holder)()
                 new.training = module.training
             parent, _, name = path.rpartition(".")
             if path:
                 holders[id(model.get_submodule(parent))]._modules[name] = new
             for own, parameter in module._parameters.items():
-                new._parameters[own] = None if parameter is None else self._parameter(path, own, parameter, seen)
+                new._parameters[own] = None if parameter is None else self._parameter(path, own, parameter, seen, layouts)
             for own, buffer in module._buffers.items():
                 new._buffers[own] = None if buffer is None else self._buffer(path, own, buffer, seen)
             new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
 
-    def _parameter(self, path: str, own: str, parameter: nn.Parameter, seen: dict[int, str]) -> nn.Parameter:
+    def _parameter(
+        self, path: str, own: str, parameter: nn.Parameter, seen: dict[int, str], layouts: Mapping[str, Layout]
+    ) -> nn.Parameter:
         name = f"{path}.{own}" if path else own
         first = self.first[name] = seen.setdefault(id(parameter), name)
         if first in self.parameters:
             return self.parameters[first]
-        layout = self.layouts.setdefault(first, replicated(self.rt.mesh))
+        layout = self.layouts[first] = layouts.get(first, replicated(self.rt.mesh))
+        dtype = self.dtypes.get(first, parameter.dtype)
         shape = self.shapes[first] = tuple(parameter.shape)
         if parameter.is_meta:
-            piece = torch.empty(local_shape(shape, layout, self.rt.mesh), dtype=parameter.dtype, device=self.rt.device)
+            piece = torch.empty(local_shape(shape, layout, self.rt.mesh), dtype=dtype, device=self.rt.device)
             self.unloaded.add(first)
         else:
-            piece = cut(parameter, layout, self.rt.mesh, self.rt.rank, self.rt.device, parameter.dtype)
+            piece = cut(parameter, layout, self.rt.mesh, self.rt.rank, self.rt.device, dtype)
         new = nn.Parameter(wrap(piece, shape, layout, self.rt), requires_grad=parameter.requires_grad)
         self.parameters[first] = new
         return new
@@ -124,12 +145,13 @@ class Weights:
     def _buffer(self, path: str, own: str, buffer: Tensor, seen: dict[int, str]) -> Tensor:
         name = f"{path}.{own}" if path else own
         first = self.first[name] = seen.setdefault(id(buffer), name)
+        dtype = self.dtypes.get(first, buffer.dtype)
         if first not in self.buffers:
             if buffer.is_meta:
                 self.unloaded.add(first)
-                self.buffers[first] = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.rt.device)
+                self.buffers[first] = torch.empty(buffer.shape, dtype=dtype, device=self.rt.device)
             else:
-                self.buffers[first] = buffer.detach().to(self.rt.device, copy=True).contiguous()
+                self.buffers[first] = buffer.detach().to(self.rt.device, dtype, copy=True).contiguous()
         return self.buffers[first]
 
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ Sums are made in rank order, so a run repeats exactly. A rank that fails breaks 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -122,12 +123,13 @@ def run_threads(mesh: Mesh | int, fn: Callable[[ThreadCommunicator], T], *, time
     threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(n)]
     for thread in threads:
         thread.start()
+    end = time.monotonic() + timeout_s
     for thread in threads:
-        thread.join(timeout_s)
+        thread.join(max(0.0, end - time.monotonic()))
     late = [r for r, t in enumerate(threads) if t.is_alive()]
     if late:
         world.abort()
-    _raise_first(failures, n)
+    _raise_first(failures, n, timeout_s)
     if late:
         raise RankError(f"ranks {late} of {n} did not end in {timeout_s:g} s")
     return [r[0] for r in results]
@@ -137,13 +139,16 @@ def _line(n: int) -> Mesh:
     return Mesh(axes=(Axis(name="dp", size=n),))
 
 
-def _raise_first(failures: list[tuple[int, BaseException]], n: int) -> None:
+def _raise_first(failures: list[tuple[int, BaseException]], n: int, timeout_s: float) -> None:
     """The failure that came first; broken waits follow from it."""
-    own = [f for f in failures if not _is_broken(f[1])] or failures
+    own = [f for f in failures if not _is_broken(f[1])]
     if own:
         rank, error = own[0]
         message = str(error) or type(error).__name__
         raise RankError(f"rank {rank} of {n} failed: {type(error).__name__}: {message}") from error
+    if failures:
+        rank, error = failures[0]
+        raise RankError(f"rank {rank} of {n} waited {timeout_s:g} s for the others in a collective") from error
 
 
 def _is_broken(error: BaseException | None) -> bool:
