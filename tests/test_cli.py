@@ -160,7 +160,7 @@ def test_catalogues(capsys: Capture) -> None:
     code, out, err = run(capsys, "models", "--json")
     names = {row["name"] for row in json.loads(out)["models"]}
     assert {"gpt2", "llama3-70b", "deepseek-v3"} <= names
-    code, out, err = run(capsys, "models")
+    _, out, _ = run(capsys, "models")
     assert all(name in out for name in names)
     _, out, _ = run(capsys, "clusters", "--json")
     presets = {row["name"] for row in json.loads(out)["clusters"]}
