@@ -157,7 +157,7 @@ def test_inspect(capsys: Capture, plan_file: Path) -> None:
 
 
 def test_catalogues(capsys: Capture) -> None:
-    code, out, err = run(capsys, "models", "--json")
+    _, out, _ = run(capsys, "models", "--json")
     names = {row["name"] for row in json.loads(out)["models"]}
     assert {"gpt2", "llama3-70b", "deepseek-v3"} <= names
     _, out, _ = run(capsys, "models")
