@@ -64,7 +64,10 @@ class VerifyReport:
         wrong = [r for r in self.rows if not r.ok]
         if not wrong:
             worst = max(self.rows, key=lambda r: r.error / r.tolerance)
-            return f"{len(self.rows)} tensors equal one device's on {self.ranks} ranks; largest error {worst.error:.1e} in {worst.name}"
+            return (
+                f"{len(self.rows)} tensors equal one device's on {self.ranks} ranks; "
+                f"largest error {worst.error:.1e} in {worst.name}"
+            )
         return "\n".join(
             [f"{len(wrong)} of {len(self.rows)} tensors differ on {self.ranks} ranks:", *map(str, wrong[:20])]
         )
@@ -182,7 +185,8 @@ def _compared(expected: Trained, mine: Trained, layouts: Mapping[str, str], wher
             if found is None or found.shape != tensor.shape:
                 rows.append(Row(label, layout, float("inf"), loose))
             else:
-                rows.append(_row(label, layout, tensor, found))
+                zero = _largest_alike(name, wanted) if kind else 0.0
+                rows.append(_row(label, layout, tensor, found, zero))
     return rows
 
 
@@ -191,8 +195,16 @@ def _scale(expected: Trained) -> float:
     return max((float(g.abs().max()) for g in expected.gradients.values() if g is not None and g.numel()), default=0.0)
 
 
+def _largest_alike(name: str, moments: Tensors) -> float:
+    """Largest entry of the optimizer's moments of the same kind ("exp_avg") over all parameters."""
+    kind = name.rpartition(".")[2]
+    alike = (x for n, x in moments.items() if n.rpartition(".")[2] == kind)
+    return max((float(x.abs().max()) for x in alike if x.numel()), default=0.0)
+
+
 def _row(name: str, layout: str, a: Tensor, b: Tensor, zero: float = 0.0) -> Row:
-    """`zero`: entries below its rounding noise are zero (a gradient that cancels exactly has no scale of its own)."""
+    """`zero`: the largest entry of all tensors of this kind. One whose entries are all below the rounding noise of it
+    is zero in exact arithmetic (the bias of keys, a bias before batch norm) and has no scale of its own."""
     if a.numel() == 0 or not (a.is_floating_point() or a.is_complex()):
         return Row(name, layout, 0.0 if bool(torch.equal(a, b)) else float("inf"), 0.0)
     tolerance = TOLERANCE.get(a.dtype, 1e-5)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.codegen import tables
-from autopar.codegen.render import call, collective, shape, short
+from autopar.codegen.render import call, collective, gives_list, shape, short
 from autopar.codegen.roll import Alias, Item, Loop, roll
 from autopar.ir.graph import Phase
 from autopar.ir.program import CallBlock, Compute, Convert, Free, Function, Local, Place, Program, Source
@@ -169,6 +169,8 @@ class _Writer:
             case Compute():
                 self._heading(item.place, depth)
                 outs = ", ".join(self._name(o) for o in item.outputs)
+                if len(item.outputs) == 1 and gives_list(item.function):
+                    outs = f"[{outs}]"
                 note = "; ".join(shape(o) for o in item.outputs if o is not None)
                 self._line(depth, f"{outs} = {call(item, self.renamed)}", item.place, note)
             case Convert():

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.errors import CompilerError
+import torch
+
 from autopar.ir.graph import Ref, TorchConst
 from autopar.ir.program import Collective, Compute, Local
 from autopar.ir.reshard import Collective as Kind
@@ -43,6 +45,16 @@ def call(step: Compute, rename: Mapping[str, str]) -> str:
     args = [literal(a, rename) for a in step.args]
     kwargs = [f"{k}={literal(v, rename)}" for k, v in step.kwargs]
     return f"{step.function}({', '.join([*first, *args, *kwargs])})"
+
+
+def gives_list(function: str) -> bool:
+    """True if an ATen op returns a list of tensors (`unbind`), also when it has one element."""
+    parts = function.split(".")
+    if len(parts) != 3:
+        return False
+    packet = getattr(getattr(torch.ops, parts[0]), parts[1])
+    returns = getattr(packet, parts[2])._schema.returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
 def collective(part: Collective, rename: Mapping[str, str]) -> str:
