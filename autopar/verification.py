@@ -63,7 +63,7 @@ class VerifyReport:
     def __str__(self) -> str:
         wrong = [r for r in self.rows if not r.ok]
         if not wrong:
-            worst = max(self.rows, key=lambda r: r.error / r.tolerance)
+            worst = max(self.rows, key=lambda r: r.error / (r.tolerance or 1.0))
             return (
                 f"{len(self.rows)} tensors equal one device's on {self.ranks} ranks; "
                 f"largest error {worst.error:.1e} in {worst.name}"

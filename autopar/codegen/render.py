@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.errors import CompilerError
 import torch
 
+from autopar.errors import CompilerError
 from autopar.ir.graph import Ref, TorchConst
 from autopar.ir.program import Collective, Compute, Local
 from autopar.ir.reshard import Collective as Kind
