@@ -20,7 +20,9 @@ from autopar.ir.problem import Problem
 from autopar.solver.linear import Floats, Ints
 from autopar.solver.view import View
 
-SWEEPS = 6
+SWEEPS = (
+    4  # 17 blocks, 393 values: 0.07 s and 60 % of the optimum without a sweep, 0.19 s and 93 % after 4; then no more
+)
 
 
 def lower_bound_us(problem: Problem, *, cutoff_us: float = math.inf, sweeps: int = SWEEPS) -> float:

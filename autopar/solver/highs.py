@@ -16,7 +16,10 @@ from autopar.errors import CompilerError
 from autopar.solver.linear import Floats, LinearAnswer, LinearModel, LinearStatus
 
 SEED = 1
-LP_OPTIONS: dict[str, str | float | int] = {"solver": "simplex", "presolve": "off"}  # fastest of those measured
+LP_OPTIONS: dict[str, str | float | int] = {"solver": "simplex", "presolve": "off"}
+"""Fastest of those measured (benchmarks/solver_scaling.py --blocks 26 --memory 1.0; processor seconds, HiGHS 1.16):
+600 values, 78 668 columns: simplex 1.06, simplex after presolve 1.64, interior point with crossover 3.37. The same
+problem reduced, 11 759 columns: 0.09, 0.23, 0.47."""
 _STATUS = highspy.HighsModelStatus
 _FINISHED = {
     _STATUS.kOptimal: LinearStatus.OPTIMAL,

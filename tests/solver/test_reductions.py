@@ -102,3 +102,16 @@ def _chain(*, relu_us: tuple[float, float], matmul_us: tuple[float, float] = (5.
         reshard_us=((0.0, 10.0), (10.0, 0.0)),
     )  # fmt: skip
     return Problem(name="chain", nodes=nodes, values=(value,))
+
+
+def test_of_equal_pairs_one_stays() -> None:
+    # two ways of making layout 0 at the same price can each stand for the other: one of them must be left
+    nodes = (ProblemNode(name="a", cost_us=(1.0, 1.0, 5.0)), ProblemNode(name="b", cost_us=(2.0, 3.0)))
+    value = ProblemValue(
+        name="t", producer=0, made=(0, 0, 1), consumers=(Consumer(node=1, wants=(0, 1)),),
+        reshard_us=((0.0, 10.0), (10.0, 0.0)),
+    )  # fmt: skip
+    reduction = merge_pairs(Problem(name="ties", nodes=nodes, values=(value,)))
+    assert len(reduction.problem.nodes) == 1
+    assert brute_force(reduction.problem) == 3.0
+    assert reduction.pick == ((0, 2), (0, 1))

@@ -144,8 +144,9 @@ def test_shared_conversion_is_paid_once() -> None:
         name="t", producer=0, made=(0, 1), reshard_us=((0.0, 10.0), (10.0, 0.0)),
         consumers=(Consumer(node=1, wants=(1, 0)), Consumer(node=2, wants=(1, 0))),
     )  # fmt: skip
-    solution = solve(Problem(name="shared", nodes=(a, b, c), values=(value,)))
-    assert solution.objective_us == 1 + 1 + 1 + 10
+    problem = Problem(name="shared", nodes=(a, b, c), values=(value,))
+    assert solve(problem).objective_us == 1 + 1 + 1 + 10
+    assert 3 < lower_bound_us(problem) <= 1 + 1 + 1 + 10
 
 
 def test_communication_hides_behind_its_group() -> None:
