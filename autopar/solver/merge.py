@@ -24,7 +24,7 @@ from autopar.solver.view import View
 
 GROWTH = 3.0
 """A pair may have so many times the strategies of the larger node. More strategies, but far fewer transport columns:
-10 blocks, 232 values, 21 947 columns with memory: 19 181 at 1.0, 14 221 at 2, 6 924 at 3, 7 293 at 5; the MIP of 17 blocks
+10 blocks with memory, 21 947 columns: 19 181 at 1.0, 14 221 at 2, 6 924 at 3, 7 293 at 5; the MIP of 17 blocks
 takes 12.4 s at 1.0 and 5.2 s at 3 (processor seconds)."""
 LARGEST = 2**20  # entries of the largest table that a merge may look at
 
