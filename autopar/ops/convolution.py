@@ -151,5 +151,6 @@ CONVOLUTIONS: Mapping[str, OpEntry] = {
     **{
         "_backward.".join(name.rsplit(".", 1)): OpEntry(rules=planes(spatial, True), local=_input_sized(2))
         for name, spatial in _RESIZES.items()
+        if name.endswith(".default")
     },
 }

@@ -244,8 +244,8 @@ def _normalised(
 
 
 def batch_norm_backward(
-    rt: Communicator, grad: Tensor, x: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    mean: Tensor, rstd: Tensor, training: bool, eps: float, mask: Any, axes: Axes,
+    rt: Communicator, grad: Tensor, x: Tensor, weight: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, mean: Tensor, rstd: Tensor, training: bool, eps: float, mask: Any, axes: Axes,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x, scale and offset in training; the last two are whole on every rank."""
     dims, shape = _channels(x)
@@ -338,14 +338,14 @@ def randn(
 
 
 def randint(
-    rt: Communicator, like: Tensor | None, low: int, high: int, key: str, shape: tuple[int, ...], axes: tuple[Axes, ...],
-    dtype: torch.dtype,
+    rt: Communicator, like: Tensor | None, low: int, high: int, key: str, shape: tuple[int, ...],
+    axes: tuple[Axes, ...], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Integers in low .. high - 1 (ranges above 2**24 are not all reached)."""
-    return (_integers(rt, key, shape, axes, _device(rt, like)).to(torch.int64) * (high - low) // 2**_BITS + low).to(
-        dtype
-    )
+    drawn = _integers(rt, key, shape, axes, _device(rt, like)).to(torch.int64)
+    return (drawn * (high - low) // 2**_BITS + low).to(dtype)
 
 
 def _device(rt: Communicator, like: Tensor | None) -> torch.device:
-    return rt.device if like is None else like.device
+    device: torch.device = rt.device if like is None else like.device
+    return device

@@ -112,11 +112,11 @@ class _Walker:
         rules = self.rules_of(node)
         states = tuple(trace.placement.get(name, R) for name in node.refs)
         held = tuple(name in weights.parameter for name in node.refs)
-        fitting, lost = self._fitting(node, rules, states, held)
+        metas = tuple(weights.metas[name] for name in node.refs)
+        fitting, lost = self._fitting(node, rules, states, held, metas)
         trace.allowed[node.name] = fitting
         if lost:
             trace.lost.add(node.name)
-        metas = tuple(weights.metas[name] for name in node.refs)
         for i, value in enumerate(node.outputs):
             if value is not None:
                 found = _guess(states, metas, value.meta) if lost else _result(fitting, i)
@@ -128,12 +128,17 @@ class _Walker:
             self.hints.setdefault(meta.shape, found.dim)
 
     def _fitting(
-        self, node: Node, rules: tuple[Rule, ...], states: tuple[Placement, ...], held: tuple[bool, ...]
+        self,
+        node: Node,
+        rules: tuple[Rule, ...],
+        states: tuple[Placement, ...],
+        held: tuple[bool, ...],
+        metas: tuple[TensorMeta, ...],
     ) -> tuple[tuple[Rule, ...], bool]:
         if is_follower(node) and held[0]:
             return _of_weight(node, rules), False
-        if states == (P,) and is_follower(node) and not _casts(node):
-            return tuple(r for r in rules if r.inputs == (P,)), False
+        if P in states and (late := _reduced_later(node, rules, states, metas)):
+            return late, False
         if all(s == R for s in states):
             return self._made_here(node, rules), False
         for free in (False, True):
@@ -152,6 +157,17 @@ class _Walker:
             if made:
                 return made
         return tuple(r for r in rules if all(p == R for p in r.inputs) and all(o in (R, None) for o in r.outputs))
+
+
+def _reduced_later(
+    node: Node, rules: tuple[Rule, ...], states: tuple[Placement, ...], metas: tuple[TensorMeta, ...]
+) -> tuple[Rule, ...]:
+    """Rules that take every sum as a sum, if the result is no larger than the sums: then reducing it is no dearer."""
+    out = node.outputs[0]
+    summed = [m.nbytes for m, s in zip(metas, states, strict=True) if s == P]
+    if out is None or len(node.outputs) > 1 or out.meta.nbytes > max(summed):
+        return ()
+    return tuple(r for r in rules if r.outputs == (P,) and r.inputs == states)
 
 
 def _mirror_tangents(graph: Graph, trace: Trace) -> None:

@@ -21,7 +21,7 @@ FOLLOWERS = frozenset(
     for name in (
         "t.default", "transpose.int", "permute.default", "view.default", "_unsafe_view.default", "reshape.default",
         "_to_copy.default", "clone.default", "detach.default", "alias.default", "unsqueeze.default", "squeeze.dim",
-        "squeeze.dims", "squeeze.default", "expand.default",
+        "squeeze.dims", "squeeze.default",
     )
 ) | {"prims.convert_element_type.default", "prims.view_of.default"}  # fmt: skip
 
