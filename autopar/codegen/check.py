@@ -1,4 +1,4 @@
-"""What lowering promises, checked after it: what is priced is what is emitted, and every name is what its reader wants."""
+"""What lowering promises, checked after it: what is priced is emitted, and every name is what its reader wants."""
 
 from __future__ import annotations
 

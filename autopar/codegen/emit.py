@@ -50,7 +50,7 @@ def emit(program: Program) -> Source:
 def _head(program: Program) -> Iterable[str]:
     yield f'"""{program.model_name} on {program.mesh}. Written by autopar; the same on every rank.'
     yield ""
-    yield "Each line is one local op or one collective; its comment has the local shape and the layout of what it makes."
+    yield "Each line is one local op or one collective; its comment has the local shape and layout of what it makes."
     for key, instances in program.calls.items():
         yield f"{tables.stem(key)}: {len(instances)} × {tables.pattern(instances)}"
     yield '"""'

@@ -86,7 +86,7 @@ class PlanLayouts:
         return self.parse(found.layout, name)
 
     def arrivals(self, graph: Graph) -> dict[str, Layout]:
-        """Layout of each graph input by value name. Parameters arrive as stored; what the plan doesn't list is whole."""
+        """Layout of each graph input by value name. Parameters arrive as stored; what the plan omits is whole."""
         planned = self.plan.inputs.get(graph.name, {})
         found = {}
         names = self._parameter_names(graph)

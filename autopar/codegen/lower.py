@@ -88,6 +88,11 @@ class _Lowering:
         self.backward = Scope(self.names, earlier=self.forward)
         self.calls: dict[tuple[str, tuple[Any, ...]], list[int]] = {}
         self.called: dict[str, int] = {}
+        self.gradients: dict[str, list[Layout]] = {}
+        kinds = {i.value.name: i.kind for i in graph.inputs}
+        for out in graph.outputs:
+            if out.kind is OutputKind.GRADIENT and out.value and kinds.get(out.target) is InputKind.PARAMETER:
+                self.gradients.setdefault(out.value, []).append(self.arrivals[out.target])
 
     def functions(self) -> tuple[Function, Function]:
         """(forward, backward)."""
@@ -110,6 +115,15 @@ class _Lowering:
             if node.phase is phase:
                 step = self._compute(node, scope) if node.block is None else self._call(node, scope)
                 scope.steps.append(step)
+                if phase is Phase.BACKWARD:
+                    self._reduce_gradients(step, scope)
+
+    def _reduce_gradients(self, step: Compute | CallBlock, scope: Scope) -> None:
+        """A parameter's gradient goes into storage layout as soon as it is made: the larger form needn't wait."""
+        for out in step.outputs:
+            if out is not None and out.value in self.gradients:
+                for storage in self.gradients[out.value]:
+                    scope.fetch(out.value, storage, step.place)
 
     def _compute(self, node: Node, scope: Scope) -> Compute:
         place = Place(key=node.key, module_path=node.module_path, source=node.source)

@@ -1,12 +1,13 @@
 """Turns equal calls of a block that follow each other into one loop.
 
-A run rolls if the steps between its calls are the same, and each name that they read is made inside the same turn, or is
-the same for all turns, or is what the turn before made at the same place (carried). A carried name takes the first turn's
-name, is set before the loop, and is read in a turn before it is set again.
+A run rolls if the steps between its calls are the same, and each name that they read is made inside the same turn, or
+is the same for all turns, or is what the turn before made at the same place (carried). A carried name takes the first
+turn's name, is set before the loop, and is read in a turn before it is set again.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -28,7 +29,7 @@ class Alias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """`body` for each call index in `indices`. `renamed`: the last turn's names -> the variables that hold them after it."""
+    """`body` for each call index in `indices`. `renamed`: the last turn's names -> the variables that hold them."""
 
     indices: range
     body: tuple[Step, ...]
@@ -40,13 +41,14 @@ Item = Compute | Convert | CallBlock | Free | Alias | Loop
 
 
 def roll(steps: Sequence[Step], keep: set[str]) -> tuple[list[Item], dict[str, str]]:
-    """The steps with loops and fresh Frees, and the names that now go by another. `keep` is what leaves the function."""
-    plain = [s for s in steps if not isinstance(s, Free)]
+    """The steps with loops and fresh Frees, and the names that now go by another. `keep`: what leaves the function."""
+    plain: list[Step] = [s for s in steps if not isinstance(s, Free)]
+    calls = [i for i, s in enumerate(plain) if isinstance(s, CallBlock)]
     found: list[Item] = []
     renamed: dict[str, str] = {}
     at = 0
     while at < len(plain):
-        loop, size = _longest(plain, at, keep)
+        loop, size = _longest(plain, at, calls[bisect_left(calls, at) :][:2], keep)
         if loop is None:
             found.append(rename_step(plain[at], renamed))
             at += 1
@@ -116,9 +118,8 @@ def _writes(item: Item) -> tuple[str, ...]:
             return writes(item)
 
 
-def _longest(steps: list[Step], start: int, keep: set[str]) -> tuple[Loop | None, int]:
-    """The loop that begins at `start`, if there is one, and how many steps it takes in."""
-    calls = [i for i in range(start, len(steps)) if isinstance(steps[i], CallBlock)][:2]
+def _longest(steps: list[Step], start: int, calls: list[int], keep: set[str]) -> tuple[Loop | None, int]:
+    """The loop that begins at `start`, if there is one, and how many steps it takes in. `calls`: the next two."""
     if len(calls) < 2:
         return None, 0
     size = calls[1] - calls[0]
@@ -127,8 +128,9 @@ def _longest(steps: list[Step], start: int, keep: set[str]) -> tuple[Loop | None
     turns = [steps[start : start + size]]
     while _alike(turns[0], steps[start + len(turns) * size : start + (len(turns) + 1) * size], len(turns)):
         turns.append(steps[start + len(turns) * size : start + (len(turns) + 1) * size])
-    rest = [s for s in steps if isinstance(s, (Compute, CallBlock, Convert))]
-    read = {n for s in rest for n in reads(s)}
+    if len(turns) < LEAST:
+        return None, 0
+    read = {n for s in steps for n in reads(s)}
     if any(g is not None and g.name in read for t in turns for s in t if isinstance(s, CallBlock) for g in s.gradients):
         return None, 0
     while len(turns) >= LEAST:
@@ -210,8 +212,7 @@ def _loop(turns: list[list[Step]], later: Sequence[Step], keep: set[str]) -> Loo
         position += len(_slots(step))
     if not _closed(made, carried, later, keep):
         return None
-    first = [s for s in turns[0] if isinstance(s, CallBlock)][0].index
-    second = [s for s in turns[1] if isinstance(s, CallBlock)][0].index
+    first, second = (next(s.index for s in t if isinstance(s, CallBlock)) for t in turns[:2])
     step_ = second - first
     body = _with_variables(turns[0], {start: made[0][w] for w, start in carried.items()})
     return Loop(

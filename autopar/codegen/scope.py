@@ -14,8 +14,10 @@ from autopar.ir.program import CallBlock, Collective, Compute, Convert, Free, Lo
 from autopar.ir.reshard import plan_reshard
 
 RESERVED = frozenset(
-    {"rt", "i", "aten", "torch", "prims", "local_ops", "parameters", "buffers", "constants", "inputs", "saved", "tangents",
-     "gradients", "weights", "updates", "outputs", "rank", "_"}
+    {
+        *("rt", "i", "k", "aten", "torch", "prims", "autopar", "local_ops", "parameters", "buffers", "constants"),
+        *("inputs", "saved", "tangents", "gradient", "gradients", "weights", "forward", "backward", "_"),
+    }
 )  # fmt: skip
 """Names that the emitted functions use themselves."""
 
@@ -166,8 +168,8 @@ def writes(step: Step) -> tuple[str, ...]:
 
 
 def with_frees(steps: Iterable[Step], keep: set[str], held: Iterable[str] = ()) -> tuple[Step, ...]:
-    """The steps with a Free after each name's last read. `keep` is what leaves; `held` what is at hand from the start and
-    may be freed. Outputs that nothing reads become None."""
+    """The steps with a Free after each name's last read. `keep` is what leaves; `held` what is at hand from the start
+    and may be freed. Outputs that nothing reads become None."""
     listed = list(steps)
     last: dict[str, int] = {}
     for i, step in enumerate(listed):

@@ -178,8 +178,8 @@ class Program:
         functions: forward and backward of each distinct block, then of the top graph.
         calls: block key -> instance (module path) of each call, in forward order.
         block_parameters: block key -> per call, positions in the top graph's parameters of the block's parameters.
-        parameters, buffers, constants, inputs, outputs, tangents: name or target -> layout, in the order in which the top
-            functions take or give them. `updates`: names of the buffers that the forward gives new values of.
+        parameters, buffers, constants, inputs, outputs, tangents: name or target -> layout, in the order in which the
+            top functions take or give them. `updates`: names of the buffers that the forward gives new values of.
         metas: graph name -> value name -> global meta.
     """
 

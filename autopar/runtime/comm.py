@@ -1,7 +1,7 @@
 """What emitted code asks of its rank: neighbours along mesh axes, its own place, its device.
 
-Every collective takes a contiguous or strided tensor and returns a new contiguous one, or its input where nothing is to do.
-An axis is a name, or a tuple of names, slowest first, where a dim is cut by several.
+Every collective takes a contiguous or strided tensor and returns a new contiguous one, or its input where nothing is to
+do. An axis is a name, or a tuple of names, slowest first, where a dim is cut by several.
 """
 
 from __future__ import annotations
@@ -176,4 +176,4 @@ def _split(x: Tensor, dim: int, n: int) -> Tensor:
     """x -> [n, ...]: the n pieces in dim `dim`, contiguous. ValueError if the dim doesn't divide."""
     if x.shape[dim] % n:
         raise ValueError(f"dim {dim} of {tuple(x.shape)} does not divide by {n}")
-    return torch.stack(x.chunk(n, dim)) if dim % x.ndim else x.contiguous().unflatten(0, (n, x.shape[0] // n))
+    return torch.stack(x.chunk(n, dim)) if dim % x.ndim else x.contiguous().view(n, x.shape[0] // n, *x.shape[1:])

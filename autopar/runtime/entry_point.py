@@ -46,7 +46,7 @@ def in_rank() -> bool:
 
 
 def locate(fn: Callable[..., Any], args: tuple[Any, ...]) -> Task:
-    """How a rank finds `fn`. UserError for what has no name there: lambdas, functions inside functions, a bare prompt."""
+    """How a rank finds `fn`. UserError for what has no name there: lambdas, nested functions, a bare prompt."""
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "<unnamed>")
     if module is None or "<" in name:
         raise UserError(f"launch: {name} has no name that a rank can find; define the function at the top of a module")
@@ -63,7 +63,9 @@ def locate(fn: Callable[..., Any], args: tuple[Any, ...]) -> Task:
         arguments = pickle.dumps(args)
     except Exception as error:
         raise UserError(f"launch: the arguments of {name} cannot be pickled: {error}") from error
-    return Task(module=module, name=name, path=tuple(sys.path), script=script, package=package, cells=cells, arguments=arguments)
+    return Task(
+        module=module, name=name, path=tuple(sys.path), script=script, package=package, cells=cells, arguments=arguments
+    )
 
 
 def _notebook(main: types.ModuleType) -> str:
@@ -158,7 +160,9 @@ def _told(error: BaseException) -> tuple[float, str, str, bool]:
     chain: BaseException | None = error
     while chain is not None:
         words = str(chain)
-        lost = lost or any(w in words for w in ("Connection closed by peer", "Connection reset by peer", "gloo/transport"))
+        lost = lost or any(
+            w in words for w in ("Connection closed by peer", "Connection reset by peer", "gloo/transport")
+        )
         chain = chain.__cause__ or chain.__context__
     return time.time(), f"{type(error).__name__}: {text}", "".join(traceback.format_exception(error)), lost
 

@@ -1,7 +1,7 @@
 """Ranks as processes: torch.distributed, gloo on CPU and NCCL on GPUs; one process group per mesh axis.
 
-gloo of torch 2.13 carries every collective used here for float64, float32, bfloat16, float16, int64, int32, int8, uint8 and
-bool at 2, 3 and 4 ranks (checked by tests/runtime/test_groups.py). Nothing is emulated (`EMULATED` would list it).
+gloo of torch 2.13 carries every collective used here, for floating, integer and boolean dtypes, at 2, 3 and 4 ranks
+(tests/runtime/test_groups.py). Nothing is emulated (`EMULATED` would list it).
 """
 
 from __future__ import annotations

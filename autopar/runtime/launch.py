@@ -28,10 +28,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from autopar.errors import RankError, UserError
-from autopar.runtime.entry_point import NestedLaunch, Task, in_rank, locate
+from autopar.runtime.entry_point import NestedLaunch, in_rank, locate
 
 GRACE_S = 1.0
 """After the first failure: how long other ranks may take to report theirs, to find which came first."""
@@ -86,7 +86,7 @@ def launch(
     task = locate(fn, args)
     folder = Path(tempfile.mkdtemp(prefix="autopar-launch-"))
     (folder / "task").write_bytes(pickle.dumps(task))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300))
     started: list[_Rank] = []
     try:
         for index in range(ranks):

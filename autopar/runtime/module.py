@@ -45,9 +45,10 @@ class ParallelModule(nn.Module):
 
     Args:
         model: gives the weights (real tensors, or meta: then load them before the first call).
-        rt: this rank's communicator. With process groups, parameters are DTensors; with one device, or threads, plain tensors.
-        recompile: called with the mode (True: training) when the module is called in another mode than the captured one;
-            gives what to run there, with parameters stored alike. Without it that is an InputError.
+        rt: this rank's communicator. With process groups, parameters are DTensors; with one device, or threads, plain
+            tensors.
+        recompile: called with the mode (True: training) when the module is called in another mode than the captured
+            one; gives what to run there, with parameters stored alike. Without it that is an InputError.
     """
 
     def __init__(
@@ -62,10 +63,9 @@ class ParallelModule(nn.Module):
     ) -> None:
         super().__init__()
         stored = storage_layouts({name: p.layout for name, p in plan.parameters.items()}, rt.mesh)
-        every = [(name, info) for info in captured.parameters for name in (info.name, *info.aliases)]
-        layouts = {name: stored[info.name] for name, info in every if info.name in stored}
-        named = [*every, *((name, info) for info in captured.buffers for name in (info.name, *info.aliases))]
-        dtypes = {name: getattr(torch, info.meta.dtype) for name, info in named}
+        layouts = {n: stored[p.name] for p in captured.parameters for n in (p.name, *p.aliases) if p.name in stored}
+        dtypes = {n: p.meta.dtype for p in captured.parameters for n in (p.name, *p.aliases)}
+        dtypes |= {n: b.meta.dtype for b in captured.buffers for n in (b.name, *b.aliases)}
         self._autopar = _State(captured, plan, rt, recompile)
         self._autopar.weights = Weights(self, model, layouts, dtypes, rt)
         self._autopar.add(captured, source)
@@ -92,14 +92,14 @@ class ParallelModule(nn.Module):
         return dict(self._autopar.weights.layouts)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own return value. Arguments are the global batch as plain tensors, equal on all ranks, or DTensors."""
+        """The model's own return value. Arguments: the global batch, plain and equal on all ranks, or DTensors."""
         state = self._autopar
         state.weights.require_loaded()
         program = state.program(self.training)
         inputs = local_inputs(program.captured, program.inputs, args, kwargs, state.rt)
         names = list(program.executable.parameters)
         parameters = [state.weights.parameters[state.weights.first[n]] for n in names]
-        outputs = _Run.apply(state, program, inputs, *parameters)
+        outputs = _Run.apply(state, program, inputs, *parameters)  # type: ignore[no-untyped-call]
         losses = any(
             d and not s for d, s in zip(program.captured.signature.differentiable, program.output_shapes, strict=True)
         )
@@ -169,8 +169,8 @@ class _State:
             modes = {True: "training", False: "evaluation"}
             if self._recompile is None:
                 raise InputError(
-                    f"the module is in {modes[training]} mode, its plan was captured in {modes[not training]} mode: call "
-                    f".{'eval' if training else 'train'}() or compile the model in {modes[training]} mode too"
+                    f"the module is in {modes[training]} mode, its plan was captured in {modes[not training]} mode: "
+                    f"call .{'eval' if training else 'train'}() or compile the model in {modes[training]} mode too"
                 )
             captured, plan, source = self._recompile(training)
             if {n: p.layout for n, p in plan.parameters.items()} != {
@@ -265,7 +265,7 @@ def local_inputs(
     """This rank's pieces of a call's arguments, in the order of the graph's inputs.
 
     Raises:
-        InputError: an argument has another shape, dtype or value than the captured call; names it (`CallSignature.flatten`).
+        InputError: an argument has another shape, dtype or value than the captured call; names it.
     """
     leaves = captured.signature.flatten(args, kwargs)
     by_path = {leaf.path: given for leaf, given in zip(captured.signature.inputs, leaves, strict=True)}
@@ -287,4 +287,3 @@ def _outward(
     if layout.replicated or (differentiable and not losses):
         return out
     return wrap(out, shape, layout, rt)
-

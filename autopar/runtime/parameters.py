@@ -1,13 +1,14 @@
 """A model's parameters and buffers as this rank holds them: local pieces under the original names and modules.
 
-The tree of modules is rebuilt with the same names and order, so `state_dict()` has the model's own keys in its own order,
-and names of tied weights give the same Parameter object.
+The tree of modules is rebuilt with the same names and order, so `state_dict()` has the model's own keys in its own
+order, and names of tied weights give the same Parameter object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,12 +92,12 @@ class Weights:
         root: nn.Module,
         model: nn.Module,
         layouts: Mapping[str, Layout],
-        dtypes: Mapping[str, torch.dtype],
+        dtypes: Mapping[str, str],
         rt: Communicator,
     ) -> None:
         self.root = root
         self.rt = rt
-        self.dtypes = dtypes
+        self.dtypes = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
         self.layouts: dict[str, Layout] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.parameters: dict[str, nn.Parameter] = {}
@@ -118,7 +119,9 @@ class Weights:
             if path:
                 holders[id(model.get_submodule(parent))]._modules[name] = new
             for own, parameter in module._parameters.items():
-                new._parameters[own] = None if parameter is None else self._parameter(path, own, parameter, seen, layouts)
+                new._parameters[own] = (
+                    None if parameter is None else self._parameter(path, own, parameter, seen, layouts)
+                )
             for own, buffer in module._buffers.items():
                 new._buffers[own] = None if buffer is None else self._buffer(path, own, buffer, seen)
             new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
@@ -155,7 +158,7 @@ class Weights:
         return self.buffers[first]
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state as plain tensors, on every rank, under the model's own keys in its order. Collective."""
+        """The whole model's state as plain tensors on every rank, with the model's own keys in order. Collective."""
         whole = replicated(self.rt.mesh)
         full: dict[str, Tensor] = {}
         found: dict[str, Tensor] = {}
@@ -181,13 +184,13 @@ class Weights:
 
         listed = paths if isinstance(paths, list) else [paths]
         files = [safe_open(str(p), framework="pt") for p in listed]
-        where = {key: file for file in files for key in file.keys()}  # noqa: SIM118
+        where: dict[str, Any] = {key: f for f in files for key in f.keys()}  # type: ignore[no-untyped-call] # noqa: SIM118
         self.load(lambda key: _Slice(where[key], key), where.keys(), strict=strict)
 
-    def load(self, get: Callable[[str], Tensor | _Slice], given: Iterator[str] | object, *, strict: bool) -> None:
+    def load(self, get: Callable[[str], Tensor | _Slice], given: Iterable[str], *, strict: bool) -> None:
         """Fill parameters and persistent buffers by name."""
         keys = list(self.root.state_dict())
-        names = set(given)  # type: ignore[call-overload]
+        names = set(given)
         loaded = {self.first[k] for k in keys if k in names}
         missing = [k for k in keys if k not in names and (strict and self.first[k] not in loaded)]
         extra = sorted(names - set(keys))
@@ -218,8 +221,8 @@ class Weights:
         """UserError if weights still wait for values."""
         if self.unloaded:
             raise UserError(
-                f"{len(self.unloaded)} tensors have no values yet (first: {min(self.unloaded)}): the model was on the meta "
-                "device; call load_full_state_dict(...) or load_safetensors(...) first"
+                f"{len(self.unloaded)} tensors have no values yet (first: {min(self.unloaded)}): the model was on the "
+                "meta device; call load_full_state_dict(...) or load_safetensors(...) first"
             )
 
 

@@ -122,10 +122,8 @@ def run_in_threads(
         module = ParallelModule(captured, plan, source, model, rt)
         return _train(module, batch, steps, optimizer), module.storage_layouts
 
-    if mesh.size == 1:
-        ranks = [one(Alone(mesh, torch.device("cpu")))]
-    else:
-        ranks = run_threads(mesh, one, timeout_s=timeout_s)
+    alone = mesh.size == 1
+    ranks = [one(Alone(mesh, torch.device("cpu")))] if alone else run_threads(mesh, one, timeout_s=timeout_s)
     return _joined([pieces for pieces, _ in ranks], ranks[0][1], mesh)
 
 
@@ -142,7 +140,7 @@ def _train(model: nn.Module, batch: Mapping[str, Any], steps: int, make: MakeOpt
             for name, p in model.named_parameters():
                 gradients[name] = None if p.grad is None else unwrap(p.grad).clone()
         optimizer.step()
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     state = {
         f"{names[p]}.{key}": unwrap(value).clone() if isinstance(value, Tensor) else torch.tensor(value)
         for p, values in optimizer.state.items()

@@ -56,8 +56,8 @@ def node(
     name: str, op: str, args: tuple[Any, ...], shape: tuple[int, ...], phase: Phase, path: str = "", **kw: Any
 ) -> Node:
     return Node(
-        name=name, op=op, args=args, kwargs=tuple(kw.items()), outputs=(Value(name, TensorMeta(shape, DTYPE)),), phase=phase,
-        key=f"{path}/{op}/{phase.value}#{name}", module_path=path, source="hand.py:1",
+        name=name, op=op, args=args, kwargs=tuple(kw.items()), outputs=(Value(name, TensorMeta(shape, DTYPE)),),
+        phase=phase, key=f"{path}/{op}/{phase.value}#{name}", module_path=path, source="hand.py:1",
     )  # fmt: skip
 
 
@@ -212,10 +212,12 @@ def plan(
     }
     made = Plan(
         model=PlanModel(name=captured.model_name, parameters=0, graph_hash=captured.hash),
-        cluster=PlanCluster(name="hand", devices=on.size), mesh=PlanMesh(pipeline=1, axes={a.name: a.size for a in on.axes}),
+        cluster=PlanCluster(name="hand", devices=on.size),
+        mesh=PlanMesh(pipeline=1, axes={a.name: a.size for a in on.axes}),
         schedule=PlanSchedule(), stages=[], parameters=stored,
         predicted=PlanPrediction(
-            step_time_us=1, tokens_per_s=1, mfu=0, peak_memory_bytes=0, breakdown_us={}, breakdown_bytes={}, cost_source=""
+            step_time_us=1, tokens_per_s=1, mfu=0, peak_memory_bytes=0, breakdown_us={}, breakdown_bytes={},
+            cost_source="",
         ),
         solver=PlanSolver(status="hand", objective_us=0, bound_us=0, gap=0, time_s=0, memory_price=0), notes=[],
         strategies=strategies, inputs={g: dict(v) for g, v in (inputs or {}).items()},
@@ -337,8 +339,8 @@ DP = {
 }  # fmt: skip
 
 COLUMN = {
-    "layer": {"mm": ("R S(1)", "S(1)"), "relu": ("S(1)", "S(1)"), "dmm": ("S(1) S(1)", "S(1)"), "dweight": ("R S(1)", "S(1)"),
-              "wt": ("S(1)", "S(0)"), "dh": ("S(1) S(0)", "P")},
+    "layer": {"mm": ("R S(1)", "S(1)"), "relu": ("S(1)", "S(1)"), "dmm": ("S(1) S(1)", "S(1)"),
+              "dweight": ("R S(1)", "S(1)"), "wt": ("S(1)", "S(0)"), "dh": ("S(1) S(0)", "P")},
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def classes(captured: CapturedGraph) -> dict[str, str]:
     return {n: root(n) for n in names}
 
 
-class _Stuck(Exception):
+class _StuckError(Exception):
     """A sum was drawn where its reader takes none and no conversion helps."""
 
 
@@ -38,7 +38,7 @@ def random_plan(captured: CapturedGraph, mesh: Mesh, table: StrategyTable, seed:
     for attempt in range(50):
         try:
             return _drawn(captured, mesh, table, random.Random(1000 * seed + attempt))
-        except _Stuck:
+        except _StuckError:
             continue
     raise AssertionError("no random plan fits")
 
@@ -95,12 +95,16 @@ def _pick(
             kind = OutputKind.OUTPUT if n.phase is F else OutputKind.GRADIENT
             outs = [o for o in inner.outputs if o.kind is kind]
             layouts.update(
-                {o.name: ends[(inner.name, f"{kind.value}{e.target}")] for o, e in zip(n.outputs, outs, strict=True) if o}
+                {
+                    o.name: ends[(inner.name, f"{kind.value}{e.target}")]
+                    for o, e in zip(n.outputs, outs, strict=True)
+                    if o
+                }
             )
             continue
         fits = [s for s in table.nodes[graph.name][n.name] if _fits(n, s, layouts)]
         if not fits:
-            raise _Stuck(n.name)
+            raise _StuckError(n.name)
         chosen = draw.choice(fits)
         made.strategies[graph.name][n.key] = PlanStrategy(
             inputs=[str(x) for x in chosen.inputs], outputs=["" if x is None else str(x) for x in chosen.outputs],
@@ -109,7 +113,9 @@ def _pick(
         layouts.update({o.name: x for o, x in zip(n.outputs, chosen.outputs, strict=True) if o and x})
     for out in graph.outputs:
         if out.value:
-            ends[(graph.name, f"{out.kind.value}{out.target}")] = layouts[out.target if out.target in parameters else out.value]
+            ends[(graph.name, f"{out.kind.value}{out.target}")] = layouts[
+                out.target if out.target in parameters else out.value
+            ]
 
 
 def _fits(n: Node, s: Strategy, layouts: dict[str, Layout]) -> bool:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import PlanError, RankError
-from autopar.ir.layout import P, Placement, R, S
-from autopar.ir.layout import Layout
+from autopar.ir.layout import Layout, P, Placement, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import plan_reshard
 from autopar.runtime.comm import Alone, Communicator

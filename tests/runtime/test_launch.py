@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +141,9 @@ def test_a_script_with_and_without_a_guard(guard: str, tmp_path: Path) -> None:
 
 
 def test_a_notebook_gives_its_definitions() -> None:
-    class Main:
-        In = ["", "import os\nx = 3\nprint('ran')", "%magic", "def f():\n    return x\nbig = f()"]
-
-    text = _notebook(Main)  # type: ignore[arg-type]
+    main = types.ModuleType("main")
+    main.In = ["", "import os\nx = 3\nprint('ran')", "%magic", "def f():\n    return x\nbig = f()"]  # type: ignore[attr-defined]
+    text = _notebook(main)
     assert text == "import os\nx = 3\ndef f():\n    return x"
 
 

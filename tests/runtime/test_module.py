@@ -1,4 +1,4 @@
-"""The compiled module: names, call, return type, gradients, optimizers, state, modes, errors; on one device and threads."""
+"""The compiled module: names, call, return type, gradients, optimizers, state, modes, errors."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def test_names_order_and_strict_load() -> None:
         for p in plain.parameters():
             p.data.zero_()
         plain.load_state_dict(full, strict=True)
-        assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), model.state_dict().values(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(plain.state_dict().values(), model.state_dict().values(), strict=True)
+        )
         assert list(full) == list(model.state_dict())
 
 
@@ -133,7 +135,7 @@ def test_the_models_own_return_type_and_wrong_inputs() -> None:
     module = ParallelModule(captured, plan, source, model, alone())
     got, wanted = module(**batch), model(**batch)
     assert type(got) is tuple and torch.allclose(got[1], wanted[1], atol=1e-5) and not got[1].requires_grad
-    with pytest.raises(InputError, match="'x' is .*7, 24"):
+    with pytest.raises(InputError, match=r"'x' is .*7, 24"):
         module(batch["x"][:7], batch["y"])
     with pytest.raises(InputError, match="missing a required argument: 'y'"):
         module(batch["x"])
@@ -163,7 +165,9 @@ def test_buffers_are_updated_in_place() -> None:
 def test_modes() -> None:
     module = chained("dp", alone())
     module.eval()
-    with pytest.raises(InputError, match=r"in evaluation mode, its plan was captured in training mode: call .train\(\)"):
+    with pytest.raises(
+        InputError, match=r"in evaluation mode, its plan was captured in training mode: call .train\(\)"
+    ):
         module(X)
     module.train()
     assert module(X).requires_grad

@@ -1,0 +1,133 @@
+"""Real models under random plans of the real table: losses, gradients and three AdamW steps equal eager's (fp64)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.codegen import check_program, emit, lower
+from autopar.ir.graph import CapturedGraph
+from autopar.ir.options import Options
+from autopar.ir.plan import Plan
+from autopar.ir.program import Source
+from autopar.runtime.comm import Alone, Communicator
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.threads import run_threads
+from autopar.runtime.verify import Run, compare, first_difference, run_in_threads, run_reference
+from autopar.sharding import build_table
+from autopar.tracer import Wide, capture
+from tests.codegen.hand import mesh
+from tests.codegen.table_plan import random_plan
+from tests.models import tiny
+
+WIDE = Options(precision="fp64")
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """A large eps: gradients that are zero but for rounding (a key's bias) must not be blown up."""
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+
+
+@lru_cache
+def case(name: str) -> tuple[nn.Module, dict[str, Any], CapturedGraph, Run]:
+    model, batch = tiny(name)
+    model = model.double()
+    batch = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in batch.items()}
+    captured = capture(model, (), batch, options=WIDE, model_name=name)
+    with Wide():
+        return model, batch, captured, run_reference(model, batch, optimizer=adamw)
+
+
+def built(captured: CapturedGraph, axes: dict[str, int], seed: int) -> tuple[Plan, Source]:
+    on = mesh(**axes)
+    plan = random_plan(captured, on, build_table(captured, on, WIDE), seed)
+    program = lower(captured, plan)
+    check_program(program, plan)
+    return plan, emit(program)
+
+
+CASES = [
+    ("mlp", {"dp": 1}, 3), ("mlp", {"dp": 2}, 3), ("mlp", {"tp": 3}, 3), ("mlp", {"dp": 2, "tp": 2}, 3),
+    ("mlp", {"free": 3}, 6),
+    ("tower", {"free": 2}, 3), ("llama", {"dp": 1}, 1), ("llama", {"dp": 2}, 1), ("llama", {"tp": 3}, 1),
+    ("gpt2", {"tp": 2}, 1), ("gpt2", {"dp": 2, "tp": 2}, 1), ("convnet", {"dp": 3}, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "axes", "seeds"), CASES, ids=[f"{n}-{a}" for n, a, _ in CASES])
+def test_same_training(name: str, axes: dict[str, int], seeds: int) -> None:
+    model, batch, captured, reference = case(name)
+    for seed in range(seeds):
+        plan, source = built(captured, axes, seed)
+        run = run_in_threads(captured, plan, source, model, batch, optimizer=adamw, timeout_s=120)
+        differences = compare(reference, run)
+        wrong = [str(d) for d in differences if not d.equal and d.error > 1e-10 and not _rounding(d.name, reference)]
+        assert not wrong, f"seed {seed}: " + "\n".join(wrong[:10])
+        assert len(differences) > len(reference.parameters) * 4
+
+
+def _rounding(name: str, reference: Run) -> bool:
+    """True for tensors that are zero in exact arithmetic: they have no scale to compare on."""
+    kind, _, rest = name.partition(" ")
+    tensors = reference.gradients if kind == "gradient" else reference.state if kind == "optimizer" else {}
+    tensor = tensors.get(rest)
+    return tensor is not None and float(tensor.abs().max()) < 1e-14
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(12, 24), nn.Linear(24, 12), nn.Dropout(0.4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.tanh(self.up(x))))
+
+
+class Dropping(nn.Module):
+    """Equal blocks with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return (x**2).mean()
+
+
+def test_dropout_draws_the_same_under_every_plan() -> None:
+    """The same masks for one rank and for many; other masks for other instances, steps and seeds."""
+    torch.manual_seed(0)
+    model, x = Dropping().double(), torch.randn(12, 12, dtype=torch.float64)
+    captured = capture(model, (x,), {}, options=WIDE)
+    assert captured.blocks
+
+    def losses(axes: dict[str, int], seed: int) -> list[float]:
+        plan, source = built(captured, axes, seed)
+        assert "rt.instance = " in source.text
+
+        def run(rt: Communicator) -> list[float]:
+            module = ParallelModule(captured, plan, source, model, rt)
+            return [module(x).item() for _ in range(2)]
+
+        on = mesh(**axes)
+        ranks = [run(Alone(on, torch.device("cpu")))] if on.size == 1 else run_threads(on, run, timeout_s=60)
+        assert all(abs(a - b) < 1e-12 for r in ranks for a, b in zip(r, ranks[0], strict=True))
+        return ranks[0]
+
+    alone = losses({"dp": 1}, 0)
+    assert alone[0] != alone[1]
+    for axes in ({"dp": 2}, {"tp": 3}, {"free": 2}):
+        assert losses(axes, 1) == pytest.approx(alone, rel=1e-12)
+
+
+def test_first_difference_is_none_for_equal_runs() -> None:
+    _, _, _, reference = case("mlp")
+    assert first_difference(compare(reference, reference)) is None
