@@ -1,6 +1,6 @@
 """model, example inputs -> `CapturedGraph`: the pipeline of this room, read top to bottom.
 
-fake forward (records ops, finds what cannot be captured) -> choose repeated blocks -> joint graph of each distinct block
+fake forward (records ops, finds what cannot be captured) -> choose repeated blocks -> graph of each distinct block
 -> joint graph of the top level, in which each block is one op -> check
 """
 
@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch
 from torch import Tensor, nn
 
@@ -38,7 +39,7 @@ Notes = tuple[tuple[str, str, str], ...]
 def capture(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, options: Options, model_name: str | None = None
 ) -> CapturedGraph:
-    """The joint forward-and-backward graph of `model(*args, **kwargs)`. No weight is allocated; the model is unchanged after.
+    """The joint forward-and-backward graph of `model(*args, **kwargs)`. No weight is allocated; the model is unchanged.
 
     Args:
         model: parameters may be on the meta device; its training flags decide what is captured.
@@ -52,7 +53,7 @@ def capture(
     inputs = read_inputs(model, args, kwargs, options.precision)
     rig = Rig(model, options.precision)
     changes: list[str] = []
-    with capture_flags(), Wide() if options.precision == "fp64" else nullcontext():
+    with torch.enable_grad(), capture_flags(), Wide() if options.precision == "fp64" else nullcontext():
         with readable_errors():
             record = record_forward(rig, inputs, changes)
         refuse_changes(changes)
