@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from autopar.errors import UserError
 from autopar.runtime.groups import init_ranks
@@ -43,6 +43,13 @@ class Task:
 def in_rank() -> bool:
     """True in a process that `launch` started."""
     return "AUTOPAR_LAUNCH" in os.environ
+
+
+def stop_or_refuse() -> NoReturn:
+    """What `launch` does in a rank: stops the script that is run again, or refuses the rank's function."""
+    if "AUTOPAR_FOUND" in os.environ:
+        raise UserError("launch: a launched rank cannot launch ranks itself")
+    raise NestedLaunch
 
 
 def locate(fn: Callable[..., Any], args: tuple[Any, ...]) -> Task:
@@ -134,6 +141,7 @@ def main() -> None:
         task: Task = pickle.loads((folder / "task").read_bytes())
         sys.path[:] = list(task.path)
         fn = find(task)
+        os.environ["AUTOPAR_FOUND"] = "1"
         args = pickle.loads(task.arguments)
         init_ranks()
         result = fn(*args)

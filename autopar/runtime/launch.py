@@ -31,7 +31,7 @@ from typing import IO, Any
 from torch._C._distributed_c10d import TCPStore
 
 from autopar.errors import RankError, UserError
-from autopar.runtime.entry_point import NestedLaunch, in_rank, locate
+from autopar.runtime.entry_point import in_rank, locate, stop_or_refuse
 
 GRACE_S = 1.0
 """After the first failure: how long other ranks may take to report theirs, to find which came first."""
@@ -80,7 +80,7 @@ def launch(
         UserError: `fn` is not reachable by name, or `ranks` is below 1.
     """
     if in_rank():
-        raise NestedLaunch
+        stop_or_refuse()
     if ranks < 1:
         raise UserError(f"launch with {ranks} ranks; wanted 1 or more")
     task = locate(fn, args)

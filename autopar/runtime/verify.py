@@ -284,27 +284,37 @@ def _kind(
     parallel: Run,
     limits: Mapping[str, float],
 ) -> list[Difference]:
+    """One row per tensor. Gradients and moments below the rounding noise of the largest of their kind are zero in exact
+    arithmetic (the bias of keys under softmax) and have no scale of their own: the noise is their scale."""
+    noise: dict[str, float] = {}
+    for name, tensor in wanted.items():
+        if noun in ("gradient", "optimizer") and tensor is not None and tensor.numel() and tensor.is_floating_point():
+            kind = name.rpartition(".")[2] if noun == "optimizer" else ""
+            noise[kind] = max(noise.get(kind, 0.0), 100 * torch.finfo(tensor.dtype).eps * float(tensor.abs().max()))
     found = []
     for name, tensor in wanted.items():
         layout = parallel.layouts.get(name, parallel.layouts.get(name.rpartition(".")[0], ""))
-        found.append(_difference(f"{noun} {name}", layout, tensor, got.get(name), limits))
+        kind = name.rpartition(".")[2] if noun == "optimizer" else ""
+        found.append(_difference(f"{noun} {name}", layout, tensor, got.get(name), limits, noise.get(kind, 0.0)))
     return found
 
 
 def _difference(
-    name: str, layout: str, wanted: Tensor | None, got: Tensor | None, limits: Mapping[str, float]
+    name: str, layout: str, wanted: Tensor | None, got: Tensor | None, limits: Mapping[str, float], noise: float
 ) -> Difference:
     if wanted is None or got is None:
         same = (wanted is None or not wanted.any()) and (got is None or not got.any())
         note = "" if same else f"one is missing: {'reference' if wanted is None else 'plan'}"
         return Difference(name=name, layout=layout, error=0.0 if same else float("inf"), tolerance=0.0, note=note)
-    dtype = str(wanted.dtype).removeprefix("torch.")
+    tolerance = limits.get(str(wanted.dtype).removeprefix("torch."), 0.0)
     if wanted.shape != got.shape:
         note = f"shape {tuple(got.shape)}, wanted {tuple(wanted.shape)}"
-        return Difference(name=name, layout=layout, error=float("inf"), tolerance=0.0, note=note)
+        return Difference(name=name, layout=layout, error=float("inf"), tolerance=tolerance, note=note)
     scale = float(wanted.abs().max()) if wanted.numel() and wanted.is_floating_point() else 1.0
-    error = _distance(got.to(wanted.dtype), wanted) / (scale or 1.0)
-    return Difference(name=name, layout=layout, error=error, tolerance=limits.get(dtype, 0.0))
+    scale = max(scale, noise / tolerance if tolerance else 0.0) or 1.0
+    return Difference(
+        name=name, layout=layout, error=_distance(got.to(wanted.dtype), wanted) / scale, tolerance=tolerance
+    )
 
 
 def first_difference(differences: list[Difference]) -> Difference | None:

@@ -140,6 +140,26 @@ def test_a_script_with_and_without_a_guard(guard: str, tmp_path: Path) -> None:
     assert "[rank 1] hello from 1" in done.stdout and "\nhello from 0" in "\n" + done.stdout
 
 
+NOTEBOOK = """
+    import sys; sys.path.insert(0, {root!r})
+    cells = ["import torch, torch.distributed as dist", "class Scale(torch.nn.Module):\\n    by = 3",
+             "def work(x):\\n    y = torch.tensor([x * Scale.by])\\n    dist.all_reduce(y)\\n    return y.item()"]
+    In = ["", *cells, "print('never again')"]
+    for cell in cells:
+        exec(cell, globals())
+    from autopar.runtime.launch import launch
+    print("found", launch(work, 2, (2.0,), timeout_s=60))
+"""
+
+
+def test_a_notebooks_function() -> None:
+    """A main module without a file, but with cells, as IPython has."""
+    code = textwrap.dedent(NOTEBOOK.format(root=str(ROOT)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=80, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "found 12.0\n"
+
+
 def test_a_notebook_gives_its_definitions() -> None:
     main = types.ModuleType("main")
     main.In = ["", "import os\nx = 3\nprint('ran')", "%magic", "def f():\n    return x\nbig = f()"]  # type: ignore[attr-defined]

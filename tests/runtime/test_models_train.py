@@ -54,7 +54,7 @@ CASES = [
     ("mlp", {"dp": 1}, 3), ("mlp", {"dp": 2}, 3), ("mlp", {"tp": 3}, 3), ("mlp", {"dp": 2, "tp": 2}, 3),
     ("mlp", {"free": 3}, 6),
     ("tower", {"free": 2}, 3), ("llama", {"dp": 1}, 1), ("llama", {"dp": 2}, 1), ("llama", {"tp": 3}, 1),
-    ("gpt2", {"tp": 2}, 1), ("gpt2", {"dp": 2, "tp": 2}, 1), ("convnet", {"dp": 3}, 1),
+    ("bart", {"free": 2}, 1), ("gpt2", {"tp": 2}, 1), ("gpt2", {"dp": 2, "tp": 2}, 1), ("convnet", {"dp": 3}, 1),
 ]  # fmt: skip
 
 
@@ -65,17 +65,9 @@ def test_same_training(name: str, axes: dict[str, int], seeds: int) -> None:
         plan, source = built(captured, axes, seed)
         run = run_in_threads(captured, plan, source, model, batch, optimizer=adamw, timeout_s=120)
         differences = compare(reference, run)
-        wrong = [str(d) for d in differences if not d.equal and d.error > 1e-10 and not _rounding(d.name, reference)]
+        wrong = [str(d) for d in differences if not d.equal]
         assert not wrong, f"seed {seed}: " + "\n".join(wrong[:10])
         assert len(differences) > len(reference.parameters) * 4
-
-
-def _rounding(name: str, reference: Run) -> bool:
-    """True for tensors that are zero in exact arithmetic: they have no scale to compare on."""
-    kind, _, rest = name.partition(" ")
-    tensors = reference.gradients if kind == "gradient" else reference.state if kind == "optimizer" else {}
-    tensor = tensors.get(rest)
-    return tensor is not None and float(tensor.abs().max()) < 1e-14
 
 
 class Layer(nn.Module):
