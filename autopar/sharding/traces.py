@@ -27,11 +27,13 @@ class Trace:
         placement: value name -> S(dim) where the batch is, P of a sum over it, R without it.
         allowed: node name -> the rules that suit.
         lost: nodes for which no rule suited.
+        stored: values laid out as a parameter is stored: gradients that a block hands over, and sums of them.
     """
 
     placement: dict[str, Placement] = field(default_factory=dict)
     allowed: dict[str, tuple[Rule, ...]] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
+    stored: set[str] = field(default_factory=set)
 
 
 def trace_graphs(
@@ -104,12 +106,22 @@ class _Walker:
             self.walk(block.graph, node.phase)
         kind = OutputKind.OUTPUT if node.phase is Phase.FORWARD else OutputKind.GRADIENT
         results = [o for o in block.graph.outputs if o.kind is kind]
+        parameters = {i.value.name for i in block.graph.inputs if i.kind is InputKind.PARAMETER}
         for value, result in zip(node.outputs, results, strict=True):
             if value is not None:
                 trace.placement[value.name] = inner.placement.get(result.value or "", R)
+                if result.target in parameters:
+                    trace.placement[value.name] = R
+                    trace.stored.add(value.name)
 
     def _step(self, node: Node, trace: Trace, weights: Weights) -> None:
         rules = self.rules_of(node)
+        if node.refs and trace.stored.issuperset(node.refs):
+            trace.allowed[node.name] = _as_stored(rules)
+            made = {value.name for value in node.outputs if value is not None}
+            trace.stored.update(made)
+            trace.placement.update(dict.fromkeys(made, R))
+            return
         states = tuple(trace.placement.get(name, R) for name in node.refs)
         held = tuple(name in weights.parameter for name in node.refs)
         metas = tuple(weights.metas[name] for name in node.refs)
@@ -157,6 +169,12 @@ class _Walker:
             if made:
                 return made
         return tuple(r for r in rules if all(p == R for p in r.inputs) and all(o in (R, None) for o in r.outputs))
+
+
+def _as_stored(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Rules that keep whole what is whole and cut what is cut, alike for every tensor."""
+    kept = [r for r in rules if len({*r.inputs, *r.outputs}) == 1 and r.inputs[0] != P]
+    return tuple(kept) or rules
 
 
 def _reduced_later(
