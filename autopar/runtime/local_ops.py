@@ -342,8 +342,8 @@ def randint(
     axes: tuple[Axes, ...], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Integers in low .. high - 1 (ranges above 2**24 are not all reached)."""
-    drawn = _integers(rt, key, shape, axes, _device(rt, like)).to(torch.int64)
-    return (drawn * (high - low) // 2**_BITS + low).to(dtype)
+    drawn = _integers(rt, key, shape, axes, _device(rt, like)).to(torch.int64) * (high - low)
+    return drawn.div(2**_BITS, rounding_mode="floor").add(low).to(dtype)
 
 
 def _device(rt: Communicator, like: Tensor | None) -> torch.device:

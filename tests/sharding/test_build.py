@@ -7,6 +7,7 @@ import time
 from functools import cache
 
 import pytest
+import torch
 
 from autopar.errors import UserError
 from autopar.ir.graph import CapturedGraph, Node
@@ -189,3 +190,38 @@ def test_ends_of_the_graphs() -> None:
     hidden = next(i.value.name for i in block.inputs if i.value.meta.shape == (12, 12, 48))
     assert parse_layout("dp:S(0) tp:S(1)", mesh(dp=2, tp=2)) in found.inputs[block.name][hidden]
     assert all(found.outputs[block.name].values())
+
+
+class _Odd(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.autopar_test_build.odd(x)
+
+
+class _HasOdd(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Odd()
+        self.fc = torch.nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.fc(x)).sum()
+
+
+LIBRARY = torch.library.Library("autopar_test_build", "DEF")
+LIBRARY.define("odd(Tensor x) -> Tensor")
+LIBRARY.impl("odd", lambda x: x * 3, "CompositeExplicitAutograd")
+torch.library.register_autograd(
+    "autopar_test_build::odd", lambda _, g: torch.ops.autopar_test_build.odd(g), lib=LIBRARY
+)
+
+
+def test_an_op_without_a_rule_is_replicated_and_listed() -> None:
+    """USE-01: op name, module path, file and line."""
+    model = capture(_HasOdd(), (torch.randn(4, 6),), {}, options=Options())
+    found = build_table(model, mesh(dp=2), Options())
+    graph, node = next((g, n) for g in model.graphs for n in g.nodes if "odd" in n.op)
+    assert [str(s) for s in found.nodes[graph.name][node.name]] == ["dp:R -> dp:R"]
+    note = next(n for n in found.notes if n.kind == "replicated")
+    assert "autopar_test_build.odd.default" in note.message
+    assert "inner" in note.where
+    assert re.search(r"test_build\.py:\d+", note.where)
