@@ -18,6 +18,7 @@ from autopar.ir.solution import Status
 from autopar.solver import api, highs, lower_bound_us, solve
 from autopar.solver.linear import LinearAnswer
 from autopar.solver.model import build_model, choice_of, point_of
+from autopar.solver.search import first_of_equals
 from tests.solver.problems import all_choices, brute_force, hard_problem, random_problem
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:pulp.*")
@@ -117,7 +118,8 @@ def test_cutoff_gives_up_only_with_proof(seed: int, factor: float) -> None:
 
 def test_same_choice_twice_and_under_any_hash_seed() -> None:
     program = (
-        "from autopar.solver import solve; from tests.solver.problems import hard_problem, random_problem\n"
+        "from autopar.solver import solve; from autopar.solver.search import first_of_equals
+from tests.solver.problems import hard_problem, random_problem\n"
         "print([solve(p).choice for p in [hard_problem(nodes=14)] + [random_problem(s) for s in range(20)]])"
     )
     root = Path(__file__).parents[2]
@@ -134,7 +136,9 @@ def test_same_choice_twice_and_under_any_hash_seed() -> None:
 
 def test_of_equal_choices_the_lowest() -> None:
     nodes = tuple(ProblemNode(name=f"n{i}", cost_us=(2.0, 1.0, 1.0, 1.0)) for i in range(3))
-    assert solve(Problem(name="ties", nodes=nodes, values=())).choice == (1, 1, 1)
+    problem = Problem(name="ties", nodes=nodes, values=())
+    assert solve(problem).choice == (1, 1, 1)
+    assert first_of_equals(problem, (3, 1, 2)) == (1, 1, 1)
 
 
 def test_shared_conversion_is_paid_once() -> None:
