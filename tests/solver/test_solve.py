@@ -118,8 +118,7 @@ def test_cutoff_gives_up_only_with_proof(seed: int, factor: float) -> None:
 
 def test_same_choice_twice_and_under_any_hash_seed() -> None:
     program = (
-        "from autopar.solver import solve; from autopar.solver.search import first_of_equals
-from tests.solver.problems import hard_problem, random_problem\n"
+        "from autopar.solver import solve; from tests.solver.problems import hard_problem, random_problem\n"
         "print([solve(p).choice for p in [hard_problem(nodes=14)] + [random_problem(s) for s in range(20)]])"
     )
     root = Path(__file__).parents[2]
