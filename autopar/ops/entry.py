@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.ir.graph import Node, Ref, TensorMeta
-from autopar.ir.layout import Kind, Layout, Placement, R, S
+from autopar.ir.layout import Kind, Placement, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import Collective
 from autopar.ir.strategy import Rule, Strategy
@@ -184,11 +184,3 @@ def _refs_in(tree: Any) -> int:
     if isinstance(tree, Ref):
         return 1
     return sum(map(_refs_in, tree)) if isinstance(tree, (tuple, list)) else 0
-
-
-def cut_axes(layout: Layout | None, dims: Iterable[int]) -> tuple[str, ...]:
-    """Axes that cut any of the dims, in mesh order."""
-    if layout is None:
-        return ()
-    wanted = set(dims)
-    return tuple(a for a, p in zip(layout.axes, layout.placements, strict=True) if is_cut(p) and p.dim in wanted)
