@@ -9,7 +9,7 @@ import pytest
 
 from autopar.codegen import check_program, emit, lower
 from autopar.codegen.render import literal
-from autopar.codegen.roll import Loop, roll
+from autopar.codegen.roll import Loop, _place_read, roll
 from autopar.codegen.tables import _instances, _rows, pattern
 from autopar.errors import CompilerError
 from autopar.ir.graph import Phase, Ref, TorchConst
@@ -56,6 +56,16 @@ def test_no_loop_where_a_turns_value_is_needed_later() -> None:
     forward = lower(captured, named_plan(captured, "whole", 1)).function("top", Phase.FORWARD)
     items, _ = roll(forward.steps, {"h2", "loss", "y", "x", "h5"})
     assert [x.indices for x in items if isinstance(x, Loop)] == [range(2, 5)]
+
+
+def test_what_is_carried_is_read_before_it_is_set() -> None:
+    """Turn 0 makes a0 then b0, turn 1 a1 then b1; a read at position 1 comes after a is set and before b is."""
+    where = [{"a0": 0, "b0": 1}, {"a1": 0, "b1": 1}]
+    for names, fits in ((["start", "b0"], True), (["start", "a0"], False), (["a0", "a1"], True), (["x", "x"], True)):
+        carried: dict[int, str] = {}
+        assert _place_read(names, where, 1, carried) is fits
+        assert carried == ({1: "start"} if names == ["start", "b0"] else {})
+    assert not _place_read(["other", "b0"], where, 1, {1: "start"})
 
 
 def test_lines_say_where_they_come_from() -> None:

@@ -13,7 +13,7 @@ from autopar.errors import CompilerError, PlanError
 from autopar.ir.graph import CapturedGraph, Phase
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan, PlanStrategy
-from autopar.ir.program import Compute, Convert, Free, Function, Program
+from autopar.ir.program import CallBlock, Compute, Convert, Free, Function, Program
 from autopar.sharding import build_table
 from autopar.tracer import capture
 from tests.codegen.hand import chain, mesh, named_plan
@@ -146,6 +146,33 @@ def test_the_check_sees_a_wrong_layout_a_lost_step_and_a_wrong_save() -> None:
     with pytest.raises(CompilerError, match="wrong piece"):
         bad = replace(forward.inputs[0], meta=replace(forward.inputs[0].meta, shape=(6, 12)))
         check_program(_swap(program, forward, inputs=(bad,)), plan)
+
+
+def test_the_check_sees_what_blocks_and_parameters_get() -> None:
+    _, plan, program = _lowered("tp")
+    forward = program.function("top", Phase.FORWARD)
+    calls = [s for s in forward.steps if isinstance(s, CallBlock)]
+    cut = calls[0].outputs[0]
+    assert cut is not None
+    wrong_call = replace(calls[1], inputs=(cut,), wants=(cut.layout,))
+    steps = tuple(wrong_call if s is calls[1] else s for s in forward.steps if not isinstance(s, Free))
+    with pytest.raises(CompilerError, match=r"passes h1: .* tp:S\(1\), the block takes h: .* tp:R"):
+        check_program(_swap(program, forward, steps=steps), plan)
+    backward = program.function("layer", Phase.BACKWARD)
+    dmm = next(s for s in backward.steps if isinstance(s, Compute)).outputs[0]
+    assert dmm is not None
+    last = [s for s in backward.steps if not isinstance(s, Free)]
+    wrong = replace(
+        dmm, name="dweight", value="dweight", layout=program.inputs["x"], meta=program.metas["layer"]["weight"]
+    )
+    steps = tuple(
+        replace(s, outputs=(wrong,))
+        if isinstance(s, Compute) and s.outputs[0] and s.outputs[0].name == "dweight"
+        else s
+        for s in last
+    )
+    with pytest.raises(CompilerError, match=r"layer_backward: gradient dweight: .* is not as stored"):
+        check_program(_swap(program, backward, gradients=(wrong,), steps=steps), plan)
 
 
 def test_plans_that_do_not_fit() -> None:

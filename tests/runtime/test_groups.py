@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -124,8 +125,10 @@ def _fails_on(rank: int) -> Callable[[Communicator], None]:
 
 
 def test_a_failing_thread_ends_all() -> None:
+    start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 2 of 3 failed: ValueError: no such token") as caught:
         run_threads(3, _fails_on(2), timeout_s=30)
+    assert time.monotonic() - start < 10
     assert isinstance(caught.value.__cause__, ValueError)
 
 

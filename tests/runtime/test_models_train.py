@@ -103,7 +103,7 @@ def test_dropout_draws_the_same_under_every_plan() -> None:
 
     def losses(axes: dict[str, int], seed: int) -> list[float]:
         plan, source = built(captured, axes, seed)
-        assert "rt.instance = " in source.text
+        assert source.text.count("    rt.instance = Layer_") == 1 and '    rt.instance = ""\n    return' in source.text
 
         def run(rt: Communicator) -> list[float]:
             module = ParallelModule(captured, plan, source, model, rt)

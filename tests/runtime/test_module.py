@@ -162,6 +162,32 @@ def test_buffers_are_updated_in_place() -> None:
     assert not torch.equal(plain.bn1.running_mean, model.bn1.running_mean)
 
 
+class Halving(nn.Module):
+    """Reads a buffer, then changes it: its backward needs the old value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+        self.register_buffer("scale", torch.full((4,), 3.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = (x * self.w * self.scale.clone()).sum()
+        self.scale.mul_(0.5)
+        return loss, x
+
+
+def test_the_backward_reads_a_buffers_old_value() -> None:
+    model, x = Halving(), torch.arange(4.0)
+    captured = capture(model, (x,), {}, options=Options())
+    plan = random_plan(captured, mesh(dp=1), build_table(captured, mesh(dp=1), Options()), 0)
+    module = ParallelModule(captured, plan, built(captured, plan), model, alone())
+    loss, same = module(x)
+    assert torch.equal(same, x) and not x.requires_grad and not same.requires_grad
+    loss.backward()
+    assert torch.equal(module.w.grad, 3 * x) and torch.equal(module.scale, torch.full((4,), 1.5))
+    assert list(module.state_dict()) == ["w"] and [n for n, _ in module.named_buffers()] == ["scale"]
+
+
 def test_modes() -> None:
     module = chained("dp", alone())
     module.eval()
