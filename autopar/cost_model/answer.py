@@ -11,7 +11,7 @@ from autopar.cost_model.build import (
     saved_readers,
     state_bytes_per_parameter,
 )
-from autopar.cost_model.wiring import Slot, SlotKind
+from autopar.cost_model.wiring import SlotKind
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph, Graph, InputKind, TensorMeta
 from autopar.ir.layout import Kind, Layout, local_shape
@@ -30,7 +30,7 @@ from autopar.ir.plan import (
     PlanStage,
     PlanStrategy,
 )
-from autopar.ir.problem import conversions
+from autopar.ir.problem import conversions, evaluate
 from autopar.ir.reshard import plan_reshard
 from autopar.ir.solution import Solution
 from autopar.ir.strategy import Note, Strategy
@@ -224,17 +224,9 @@ def _memory(
         for q in wanted:
             piece = TensorMeta(local_shape(wire.meta.shape, layouts[q], priced.mesh), wire.meta.dtype)
             total["activations"] += piece.nbytes * wire.saved_count
-    total["working set"] = max(
-        (_working(s, p, captured, priced) for s, p in zip(priced.wiring.slots, picks, strict=True)), default=0
-    )
+    used = evaluate(priced.problem, solution.choice).used_bytes
+    total["working set"] = max(0, max(used, default=0) - sum(total.values()))
     return dict(total)
-
-
-def _working(slot: Slot, pick: Strategy | Layout, captured: CapturedGraph, priced: Priced) -> int:
-    if slot.node is None or not isinstance(pick, Strategy):
-        return 0
-    outs = [(o.meta, layout) for o, layout in zip(slot.node.outputs, pick.outputs, strict=True) if o and layout]
-    return sum(TensorMeta(local_shape(m.shape, layout, priced.mesh), m.dtype).nbytes for m, layout in outs)
 
 
 def _prediction(

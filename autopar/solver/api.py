@@ -40,7 +40,12 @@ MAX_CUTS = 50
 
 @overload
 def solve(
-    problem: Problem, *, time_limit_s: float | None = None, backend: str = "highs", gap: float = 0.0
+    problem: Problem,
+    *,
+    time_limit_s: float | None = None,
+    backend: str = "highs",
+    gap: float = 0.0,
+    explain: bool = True,
 ) -> Solution: ...
 
 
@@ -52,6 +57,7 @@ def solve(
     backend: str = "highs",
     gap: float = 0.0,
     cutoff_us: float | None,
+    explain: bool = True,
 ) -> Solution | None: ...
 
 
@@ -62,6 +68,7 @@ def solve(
     backend: str = "highs",
     gap: float = 0.0,
     cutoff_us: float | None = None,
+    explain: bool = True,
 ) -> Solution | None:
     """The cheapest choice that fits every moment.
 
@@ -70,6 +77,7 @@ def solve(
             bound (with no choice, and objective inf, if none was found).
         backend: "highs"; "pulp-cbc" and "pulp-highs" for checking.
         gap: a relative gap that will do: a choice proven to be so close comes back with status FEASIBLE and the bound.
+        explain: False leaves `needed_bytes` of an infeasible answer 0, which saves the search for it.
         cutoff_us: return None as soon as a bound proves that no choice costs less than this.
 
     Returns:
@@ -94,7 +102,7 @@ def solve(
     if cutoff_us is not None and (found.bound_us >= cutoff_us or found.status is Status.INFEASIBLE):
         return None
     if found.status is Status.INFEASIBLE:
-        return _infeasible(problem, solver.name, clock)
+        return _infeasible(problem, solver.name, clock, explain=explain)
     choice = reduction.lift(found.choice) if reduction is not None and found.choice else ()
     if choice:
         choice = _checked(problem, found, first_of_equals(problem, choice), choice)
@@ -327,9 +335,9 @@ def _without_nodes(problem: Problem, solver: str) -> Solution:
     )  # fmt: skip
 
 
-def _infeasible(problem: Problem, solver: str, clock: _Clock) -> Solution:
+def _infeasible(problem: Problem, solver: str, clock: _Clock, *, explain: bool) -> Solution:
     """What the limits would have to be."""
-    least = minimise_memory(problem, time_limit_s=clock.left_s(INFEASIBLE_S)) if problem.moments else None
+    least = minimise_memory(problem, time_limit_s=clock.left_s(INFEASIBLE_S)) if explain and problem.moments else None
     return Solution(
         status=Status.INFEASIBLE, choice=(), objective_us=math.inf, bound_us=math.inf, time_s=clock.elapsed_s(),
         solver=solver, needed_bytes=least.needed_bytes if least else 0,
