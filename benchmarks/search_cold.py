@@ -16,7 +16,7 @@ CASES = (("llama3-8b", "dgx-h100:1"), ("llama3-70b", "dgx-h100:8"), ("gpt3-175b"
 
 def main() -> None:
     """Print one line a case."""
-    for model, cluster in sys.argv[1:] and [tuple(a.split("@")) for a in sys.argv[1:]] or CASES:
+    for model, cluster in (sys.argv[1:] and [tuple(a.split("@")) for a in sys.argv[1:]]) or CASES:
         start = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-m", "autopar", "search", model, "--cluster", cluster, "--json"],
@@ -30,7 +30,8 @@ def main() -> None:
         plan = json.loads(done.stdout)
         print(
             f"{model} on {cluster}: {wall_s:.1f} s, peak so far {peak_gib:.2f} GiB, mesh {plan['mesh']['axes']}, "
-            f"step {plan['predicted']['step_time_us'] / 1e3:.1f} ms, {plan['solver']['status']}, gap {plan['solver']['gap']:.2%}"
+            f"step {plan['predicted']['step_time_us'] / 1e3:.1f} ms, {plan['solver']['status']}, "
+            f"gap {plan['solver']['gap']:.2%}"
         )
 
 

@@ -1,7 +1,7 @@
 """Small models for tests: `tiny(name)` gives a model in training mode and a batch of keyword inputs.
 
-Sizes divide by 2, 3 and 4 where the architecture lets them: batch 12 (vision models: 12), sequence 12, hidden 48, 12 heads,
-intermediate 96, vocabulary 96. Data are random and unequal; some labels are -100; dropout is 0.
+Sizes divide by 2, 3 and 4 where they can: batch 12, sequence 12, hidden 48, 12 heads, intermediate 96,
+vocabulary 96. Data are random and unequal; some labels are -100; dropout is 0.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def _bart() -> Made:
 
     config = BartConfig(
         vocab_size=VOCAB, d_model=HIDDEN, encoder_layers=2, decoder_layers=2, encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS, encoder_ffn_dim=FFN, decoder_ffn_dim=FFN, dropout=0.0, max_position_embeddings=32,
+        decoder_attention_heads=HEADS, encoder_ffn_dim=FFN, decoder_ffn_dim=FFN, dropout=0.0,
+        max_position_embeddings=32,
     )  # fmt: skip
     return BartForConditionalGeneration(config), _text()
 

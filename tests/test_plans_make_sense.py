@@ -61,5 +61,7 @@ def test_no_plan_fits_and_the_error_says_what_would():
 def test_the_same_search_gives_the_same_plan():
     first = search("gpt2", load_cluster("rtx3090:4"), batch=16, seq=256)
     again = search("gpt2", load_cluster("rtx3090:4"), batch=16, seq=256)
-    timeless = [p.__class__(**{**{f: getattr(p, f) for f in p.__struct_fields__}, "solver": None}) for p in (first, again)]
+    timeless = [
+        p.__class__(**{**{f: getattr(p, f) for f in p.__struct_fields__}, "solver": None}) for p in (first, again)
+    ]
     assert timeless[0] == timeless[1]

@@ -29,7 +29,10 @@ EVERY = [(kind, ranks) for kind in KINDS for ranks in ((4,) if kind == "2x2" els
 def captured(name: str, precision: str):
     model, batch = tiny(name)
     if precision == "fp64":
-        model, batch = model.double(), {k: v.double() if hasattr(v, "dtype") and v.is_floating_point() else v for k, v in batch.items()}
+        model, batch = (
+            model.double(),
+            {k: v.double() if hasattr(v, "dtype") and v.is_floating_point() else v for k, v in batch.items()},
+        )
     options = Options(precision="fp64" if precision == "fp64" else "fp32")
     return model, batch, api.capture(model, batch, options=options, model_name=name)
 

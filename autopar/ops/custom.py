@@ -1,7 +1,7 @@
 """Operators that torch lacks: the pick of one entry per row, and its adjoint, such that the picked dim can be cut.
 
     pick(x, dim, index)[...] = x[..., index[...], ...] along dim, 0 where index is outside 0 .. size-1
-    place(values, dim, index, size) = the tensor t of size `size` along dim with t[..., index[...], ...] = values[...], 0 elsewhere
+    place(values, dim, index, size) = the t of size `size` along dim with t[..., index[...], ...] = values[...], else 0
 
 With `dim` cut in pieces at offsets o, pick(x) = sum over pieces of pick(piece, dim, index - o), and each piece of
 place(...) is place(values, dim, index - o, piece size).
@@ -47,12 +47,12 @@ def _with_dim(values: Tensor, dim: int, size: int) -> list[int]:
     return shape
 
 
-LIBRARY = torch.library.Library("autopar", "FRAGMENT")
+LIBRARY = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 """Kept alive: its operators are `torch.ops.autopar.*`."""
 
-LIBRARY.define("pick(Tensor x, int dim, Tensor index) -> Tensor")
-LIBRARY.define("place(Tensor values, int dim, Tensor index, int size) -> Tensor")
-LIBRARY.impl("pick", _pick, "CompositeExplicitAutograd")
-LIBRARY.impl("place", _place, "CompositeExplicitAutograd")
-LIBRARY.impl("pick", _pick_fake, "Meta")
-LIBRARY.impl("place", _place_fake, "Meta")
+LIBRARY.define("pick(Tensor x, int dim, Tensor index) -> Tensor")  # type: ignore[no-untyped-call]
+LIBRARY.define("place(Tensor values, int dim, Tensor index, int size) -> Tensor")  # type: ignore[no-untyped-call]
+LIBRARY.impl("pick", _pick, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+LIBRARY.impl("place", _place, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+LIBRARY.impl("pick", _pick_fake, "Meta")  # type: ignore[no-untyped-call]
+LIBRARY.impl("place", _place_fake, "Meta")  # type: ignore[no-untyped-call]

@@ -96,7 +96,7 @@ def _capture_block(group: Chosen, numbers: list[int], record: Record, rig: Rig) 
 
 
 def _arguments(rig: Rig, call: Call, footprint: Footprint) -> list[Argument]:
-    found = []
+    found: list[Argument] = []
     for slot, name in zip(footprint.slots, footprint.slot_names, strict=True):
         kind = InputKind.PARAMETER if rig.slots[slot].is_parameter else InputKind.BUFFER
         grad = rig.slots[slot].is_parameter and rig.slots[slot].tensor.requires_grad

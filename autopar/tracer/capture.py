@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError
@@ -105,8 +104,8 @@ def _choose_outputs(record: Record, options: Options) -> Outputs:
     scalar = [need and x.dim() == 0 for need, (_, x) in zip(needing, record.outputs, strict=True)]
     if not any(needing):
         raise CaptureError(
-            "no output of the model needs a gradient: pass labels so that it returns a loss, or check that its parameters "
-            "have requires_grad and that the forward does not run under torch.no_grad()"
+            "no output of the model needs a gradient: pass labels so that it returns a loss, or check that its "
+            "parameters have requires_grad and that the forward does not run under torch.no_grad()"
         )
     picked = scalar if options.differentiable == "losses" and any(scalar) else needing
     notes = tuple(
@@ -120,7 +119,7 @@ def _choose_outputs(record: Record, options: Options) -> Outputs:
 def _capture_top(
     rig: Rig, inputs: Inputs, outputs: Outputs, blocks: Sequence[CapturedBlock], used: list[int]
 ) -> Converter:
-    """Trace the top level. `used`: slots that are read outside blocks; only these are arguments of the traced function."""
+    """Trace the top level. `used`: slots that are read outside blocks; only these are arguments."""
     position = Position()
     shapes = {b.use.key: b.shapes for b in blocks}
     with rig.mode, enable_python_dispatcher(), shapes_known(shapes):
@@ -145,7 +144,7 @@ def _top_function(
     position: Position,
     placeholders: list[Tensor],
 ) -> Any:
-    """The function of flat tensors that is traced: used slots, then inputs, then the anchor if any block -> output tensors."""
+    """The function of flat tensors that is traced: used slots, inputs, the anchor if any block -> output tensors."""
     calls = {call: (block, number) for block in blocks for call, number in block.calls.items()}
     count = len(inputs.tensors)
 

@@ -40,13 +40,16 @@ def _check_one(graph: Graph) -> None:
                 raise CompilerError(f"{graph.name}.{node.name} reads {ref}, which is not defined before it")
             if node.phase is Phase.FORWARD and ref in late:
                 raise CompilerError(f"{graph.name}.{node.name} is forward and reads {ref} of the backward")
-        for out in node.outputs:
-            if out is not None:
-                if out.name in made:
-                    raise CompilerError(f"{graph.name}: value {out.name} is defined twice")
-                made.add(out.name)
-                if node.phase is Phase.BACKWARD:
-                    late.add(out.name)
+        for out in filter(None, node.outputs):
+            if out.name in made:
+                raise CompilerError(f"{graph.name}: value {out.name} is defined twice")
+            made.add(out.name)
+            if node.phase is Phase.BACKWARD:
+                late.add(out.name)
+    _check_outputs(graph, made, late)
+
+
+def _check_outputs(graph: Graph, made: set[str], late: set[str]) -> None:
     for o in graph.outputs:
         if o.value is not None and o.value not in made:
             raise CompilerError(f"{graph.name}: output {o.kind.value} {o.target} = {o.value}, which no node makes")

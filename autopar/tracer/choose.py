@@ -1,7 +1,7 @@
 """Which module calls are repeated blocks: those that dispatch the same ops on the same shapes, whatever their class.
 
-Two calls are equal if their ops, plain arguments, data flow, literals, shapes, dtypes, strides of inputs, parameters'
-relative names and requires_grad flags are. Only calls that are functions of their tensor arguments, their own parameters
+Two calls are equal if their ops, plain arguments, data flow, literals, shapes, dtypes, parameters' relative names and
+requires_grad flags are. Only calls that are functions of their tensor arguments, their own parameters
 and buffers and of literals are taken: nothing else read, nothing written outside, nothing kept but the result.
 """
 

@@ -1,4 +1,4 @@
-"""FX joint graph -> `Graph`: named values, plain arguments, no getitem, no dead code, forward nodes before backward nodes."""
+"""FX joint graph -> `Graph`: named values, plain arguments, no getitem, no dead code, forward before backward nodes."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Converter:
             )
         if tensor.requires_grad:
             raise CaptureError(
-                f"the forward reads a tensor of shape {list(tensor.shape)} that needs a gradient but is not a parameter of "
+                f"the forward reads a tensor of shape {list(tensor.shape)} that needs a gradient but is no weight of "
                 "the model: register it as an nn.Parameter of the module"
             )
         name = f"{self.name}.c{len(self.constants)}"

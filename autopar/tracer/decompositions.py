@@ -1,8 +1,8 @@
 """Which ops are taken apart, and how, so that splitting a tensor over ranks is exact.
 
 A mean over N elements becomes sum * (1/N) with the global N as a literal; a loss with ignored labels or weights becomes
-a sum and a count; batch statistics become sums over the batch. A rank then adds up its part, and the sum over ranks is the
-whole model's value. Everything else (attention, softmax, layer norm, ...) stays one op: fewer and faster kernels.
+a sum and a count; batch statistics become sums over the batch. A rank then adds up its part, and the sum over ranks is
+the whole model's value. Everything else (attention, softmax, layer norm, ...) stays one op: fewer and faster kernels.
 
     nll:  picked_i = x[i, t_i] (0 if t_i is ignored), w_i = weight[t_i] (1 without; 0 if ignored)
           loss = -sum_i w_i picked_i / sum_i w_i,   dloss/dx = place(-g w_i / sum w, t_i)
@@ -91,7 +91,8 @@ def std_mean_correction(
 def _picked_weight(x: Tensor, dim: int, target: Tensor, weight: Tensor) -> Tensor:
     shape = [1] * x.dim()
     shape[dim] = x.shape[dim]
-    return torch.ops.autopar.pick.default(weight.view(shape).expand(x.shape), dim, target)
+    picked: Tensor = torch.ops.autopar.pick.default(weight.view(shape).expand(x.shape), dim, target)
+    return picked
 
 
 def nll_forward(
@@ -123,7 +124,8 @@ def nll_backward(
     if weight is not None:
         value = value * _picked_weight(x, dim, target, weight)
     value = value.masked_fill(target == ignore_index, 0.0)
-    return torch.ops.autopar.place.default(value, dim, target, x.shape[dim])
+    placed: Tensor = torch.ops.autopar.place.default(value, dim, target, x.shape[dim])
+    return placed
 
 
 def huber_loss(x: Tensor, y: Tensor, reduction: int = MEAN, delta: float = 1.0) -> Tensor:
@@ -136,7 +138,7 @@ def huber_loss(x: Tensor, y: Tensor, reduction: int = MEAN, delta: float = 1.0) 
 def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, inner: int, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x: (n, c, ...) with `inner` elements a channel -> (x's shape, mean (n, groups), reciprocal deviation (n, groups))."""
+    """x: (n, c, ...), `inner` elements a channel -> (x's shape, mean (n, groups), reciprocal deviation (n, groups))."""
     wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
     parts = wide.reshape(n, groups, c // groups, inner)
     var, middle = var_mean_correction(parts, [2, 3], correction=0, keepdim=True)
@@ -174,7 +176,8 @@ OWN: dict[Any, Callable[..., Any]] = {
 TAKEN_FROM_TORCH = (
     "mse_loss", "mse_loss_backward", "smooth_l1_loss", "smooth_l1_loss_backward", "huber_loss_backward",
     "binary_cross_entropy", "binary_cross_entropy_backward", "binary_cross_entropy_with_logits", "soft_margin_loss",
-    "soft_margin_loss_backward", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
+    "soft_margin_loss_backward", "native_batch_norm",
+    "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
     "_native_batch_norm_legit_functional", "native_batch_norm_backward", "batch_norm_backward",
     "_batch_norm_with_update", "_batch_norm_with_update_functional", "_batch_norm_no_update",
     "native_group_norm_backward",

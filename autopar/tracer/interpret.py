@@ -1,4 +1,4 @@
-"""Runs a `CapturedGraph` on one device with whole tensors, forward then backward: the reference for everything that splits it."""
+"""Runs a `CapturedGraph` on one device with whole tensors, forward then backward: the reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.ir.graph import CapturedGraph, Graph, InputKind, Node, OutputKind, 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """outputs: OUTPUTs in order; buffer_updates by buffer name; gradients by the *target* of the input (a parameter's name)."""
+    """outputs: OUTPUTs in order; buffer_updates by buffer name; gradients by the input's target (a parameter name)."""
 
     outputs: list[Tensor]
     buffer_updates: dict[str, Tensor]

@@ -39,8 +39,8 @@ class Harness(nn.Module):
 def trace(run: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor], position: Position) -> Joint:
     """The joint graph of `run(*arguments)`. Arguments are leaves; outputs that need a gradient get a tangent.
 
-    Every output is cloned and contiguous, so that none shares memory with an argument or another output; `convert` takes out
-    the clones that only copy.
+    Every output is cloned and contiguous: none shares memory with an argument or another output; `convert` takes
+    out the clones that only copy.
     """
 
     def cloned(*tensors: Tensor) -> tuple[Tensor, ...]:

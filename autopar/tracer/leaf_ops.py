@@ -1,7 +1,7 @@
 """A repeated block as one op while the top level is traced: autopar::block and autopar::block_backward.
 
-They exist for tracing only: they know shapes (set by `shapes_known`) and compute nothing. A `Graph` names them "autopar.block" and
-"autopar.block_backward"; whoever runs a graph runs the block's own graph there.
+They exist for tracing only: they know shapes (set by `shapes_known`) and compute nothing. A `Graph` names them
+"autopar.block" and "autopar.block_backward"; whoever runs a graph runs the block's own graph there.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _block_backward(key: str, instance: int, tensors: Sequence[Tensor], tangents
     return [torch.empty((), device="cpu"), *(x.empty() for x in _known[key].gradients if x is not None)]
 
 
-LIBRARY.define("block(str key, int instance, Tensor anchor, Tensor[] tensors) -> Tensor[]")
-LIBRARY.define("block_backward(str key, int instance, Tensor[] tensors, Tensor[] tangents) -> Tensor[]")
+LIBRARY.define("block(str key, int instance, Tensor anchor, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
+LIBRARY.define("block_backward(str key, int instance, Tensor[] tensors, Tensor[] tangents) -> Tensor[]")  # type: ignore[no-untyped-call]
 torch.library.register_fake("autopar::block", _block, lib=LIBRARY)
 torch.library.register_fake("autopar::block_backward", _block_backward, lib=LIBRARY)
 

@@ -16,6 +16,7 @@ from autopar.tracer.torch_private import (
     TorchDispatchMode,
     constant_of,
     enable_python_dispatcher,
+    makes_new,
     outer_frame,
     storage_key,
     takes_device,
@@ -31,7 +32,7 @@ HEAVY = frozenset(
 
 @dataclass(slots=True)
 class Op:
-    """One dispatched op. `text`: its name and plain arguments; `ins`, `outs`: numbers of tensors; `writes`: their memory."""
+    """One dispatched op. `text`: its name and literals; `ins`, `outs`: numbers of tensors; `writes`: their memory."""
 
     text: str
     ins: tuple[int, ...]
@@ -66,7 +67,7 @@ class Call:
     autocast: torch.dtype | None = None
 
 
-class Record(TorchDispatchMode):
+class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Filled by `record_forward`.
 
     Attributes:
@@ -78,11 +79,12 @@ class Record(TorchDispatchMode):
     """
 
     def __init__(self, slot_names: list[tuple[str, bool]], *, on_meta: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.slot_names = slot_names
         self.on_meta = on_meta
         self.literals: dict[int, Tensor] = {}
         self.stands_for: dict[int, Tensor] = {}
+        self.seen: dict[Any, tuple[bool, list[Any]]] = {}
         self.replaced: list[int] = []
         self.ops: list[Op] = []
         self.root: Call | None = None
@@ -116,11 +118,28 @@ class Record(TorchDispatchMode):
         ins: list[int] = []
         text = [func._schema.name, func._overloadname, str(torch.is_grad_enabled())]
         self._describe((args, tuple(kwargs.items())), text, ins)
-        result = func(*args, **kwargs)
+        result = self._result(func, args, kwargs, " ".join(text), ins) if self.on_meta else func(*args, **kwargs)
         outs = [x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, Tensor)]
         heavy = func._schema.name in HEAVY
         self.ops.append(Op(" ".join(text), tuple(ins), tuple(self.number(x) for x in outs), heavy, writes))
         return result
+
+    def _result(self, func: Any, args: Any, kwargs: Any, text: str, ins: list[int]) -> Any:
+        """func(*args, **kwargs); of an op that was seen on such arguments before, just tensors like its results."""
+        if not makes_new(func):
+            return func(*args, **kwargs)
+        key = (text, tuple((x.shape, x.stride(), x.dtype) for x in map(self.tensors.__getitem__, ins)))
+        known = self.seen.get(key)
+        if known is None:
+            result = func(*args, **kwargs)
+            flat = result if isinstance(result, (tuple, list)) else (result,)
+            shapes = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in flat]
+            self.seen[key] = (isinstance(result, (tuple, list)), shapes)
+            return result
+        made = [
+            torch.empty_strided(s[0], s[1], dtype=s[2], device="meta") if isinstance(s, tuple) else s for s in known[1]
+        ]
+        return tuple(made) if known[0] else made[0]
 
     def _to_meta(self, tree: Any) -> Any:
         """Real tensors -> meta tensors that stand for them."""
@@ -147,7 +166,7 @@ class Record(TorchDispatchMode):
             slot = self.memory_of_slot.get(key)
             if slot is not None and self.slot_names[slot][1]:
                 raise CaptureError(
-                    f"{line_of_frame(outer_frame())}: the forward changes parameter {self.slot_names[slot][0]!r} in place: "
+                    f"{line_of_frame(outer_frame())}: parameter {self.slot_names[slot][0]!r} is changed in place: "
                     "change it between steps instead (after optimizer.step()), or keep it in a buffer"
                 )
 
@@ -192,17 +211,19 @@ class Record(TorchDispatchMode):
 
 
 def record_forward(rig: Rig, inputs: Inputs, changes: list[str]) -> Record:
-    """Run the model once on tensors without data. Attributes that the forward changes are put back, and named in `changes`.
+    """Run the model once on tensors without data. Attributes that it changes are put back, and named in `changes`.
 
     On meta tensors, which is fast; if that fails, on fake CPU tensors, which know more and whose errors say more.
     """
+    found: list[str] = []
     try:
-        with attributes_kept(rig.module, found := []):
+        with attributes_kept(rig.module, found):
             record = _record(rig, inputs, "meta")
     except CaptureError:
         raise
     except Exception:
-        with attributes_kept(rig.module, found := []), rig.mode, enable_python_dispatcher():
+        found = []
+        with attributes_kept(rig.module, found), rig.mode, enable_python_dispatcher():
             record = _record(rig, inputs, "cpu")
     changes += found
     return record

@@ -22,8 +22,8 @@ def readable_errors() -> Iterator[None]:
         place = f"{where}: `{expression}`" if where else "the forward"
         if _is_data_dependent(error):
             raise CaptureError(
-                f"{place} needs the value of a tensor, which is not known at capture: use torch.where or a mask instead of a "
-                "Python condition, keep shapes independent of values, or decide it outside forward" + _hint(where)
+                f"{place} needs the value of a tensor, unknown at capture: use torch.where or a mask instead of "
+                "a Python condition, keep shapes independent of values, or decide it outside forward" + _hint(where)
             ) from None
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CaptureError(f"{place} failed at capture: {type(error).__name__}: {first}") from None

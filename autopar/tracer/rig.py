@@ -66,7 +66,7 @@ class Rig:
         return torch.empty(slot.tensor.shape, dtype=dtype, device=device, requires_grad=grad)
 
     def placeholders(self) -> list[Tensor]:
-        """For every slot something of its shape and dtype in use, not to be computed with. To be called under the fake mode."""
+        """For every slot something of its shape and dtype in use, not to be computed with. Needs the fake mode."""
         made: dict[Any, Tensor] = {}
         found = []
         for i, slot in enumerate(self.slots):
@@ -167,7 +167,7 @@ SCALARS = (bool, int, float, str)
 
 @contextmanager
 def attributes_kept(module: nn.Module, changes: list[str]) -> Iterator[None]:
-    """Attributes of all submodules are as before at the end; paths of those that the block changed are added to `changes`.
+    """Attributes of all submodules are as before at the end; paths of those that changed are added to `changes`.
 
     A change is another plain value, another tensor, or a dict or list with other plain values in it. An attribute that
     appears, or that held None, is a by-product (a cache, a kept activation): it is put back and not a change.
@@ -220,9 +220,9 @@ def _restore(module: nn.Module, before: dict[str, Any], inner: dict[str, Any]) -
 
 
 def refuse_changes(changes: list[str]) -> None:
-    """Raise CaptureError if the forward changed Python attributes: a compiled step would keep their capture-time values."""
+    """Raise CaptureError if the forward changed Python attributes: a compiled step would keep their first values."""
     if changes:
         raise CaptureError(
-            f"the forward changes attribute {changes[0]!r} of the model: a compiled model would keep the value it had at "
+            f"the forward changes attribute {changes[0]!r} of the model: a compiled model would keep its value at "
             "capture. Keep it in a buffer (register_buffer) and change it in place, or change it outside forward"
         )

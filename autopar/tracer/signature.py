@@ -33,7 +33,7 @@ def captured_dtype(dtype: torch.dtype, precision: str) -> torch.dtype:
 
 
 def named_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Argument name -> value, defaults included, in the signature's order; `*xs` under "xs[i]", `**kw` by their names, sorted."""
+    """Argument name -> value with defaults, in the signature's order; `*xs` under "xs[i]", `**kw` by name, sorted."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -97,7 +97,7 @@ class Flatten:
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """Output tensors -> the model's own return value. `leaves` has an int (which tensor) or a `Constant` for each leaf."""
+    """Output tensors -> the model's own return value. `leaves`: an int (which tensor) or a `Constant` for each leaf."""
 
     spec: Spec
     leaves: tuple[int | Constant, ...]
@@ -177,7 +177,7 @@ def read_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
                 leaves.append(InputLeaf(path=path, meta=None, constant=leaf))
             else:
                 raise CaptureError(
-                    f"input {path!r} is a {type(leaf).__qualname__}, which is neither a tensor, nor a dict, list, tuple or "
+                    f"input {path!r} is a {type(leaf).__qualname__}: neither a tensor, nor a dict, list, tuple or "
                     "dataclass of tensors, nor a plain constant: pass its tensors themselves, or make it a dataclass"
                 )
     return Inputs(args, kwargs, tuple(leaves), tuple(tensors), signature)

@@ -41,13 +41,13 @@ def fake_mode() -> Any:
 
 @contextmanager
 def capture_flags() -> Iterator[None]:
-    """For the time of a capture: models are told that they are compiled; LSTM is made of ATen ops, not of one oneDNN op."""
+    """While capturing, models are told that they are compiled, and LSTM is made of ATen ops, not of one oneDNN op."""
     compiler = torch.compiler
     with (
         mock.patch.object(compiler, "_is_compiling_flag", True),
         mock.patch.object(compiler, "_is_exporting_flag", True),
     ):
-        was = torch.backends.mkldnn.enabled
+        was = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:
             yield
@@ -70,7 +70,7 @@ def torch_decompositions(names: Sequence[str]) -> dict[Any, Callable[..., Any]]:
 
 def storage_key(tensor: Tensor) -> int:
     """Equal for tensors that share memory."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def constant_of(tensor: Tensor) -> Tensor | None:
@@ -89,6 +89,13 @@ def written_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             found += list(value) if isinstance(value, (list, tuple)) else [value]
     return found
+
+
+@cache
+def makes_new(op: Any) -> bool:
+    """Whether all results are new tensors: no views, nothing written into."""
+    schema = op._schema
+    return not schema.is_mutable and all(r.alias_info is None for r in schema.returns)
 
 
 @cache
@@ -124,7 +131,7 @@ def export_joint(
     decompositions: dict[Any, Callable[..., Any]],
     where: Callable[[], Any],
 ) -> Joint:
-    """Joint forward-and-backward graph of `module(*arguments)`, a tuple of tensors; no two arguments or outputs share memory.
+    """Joint graph of `module(*arguments)`, a tuple of tensors; no two arguments or outputs may share memory.
 
     `where()` is asked once for each forward node; its answer is in `node.meta["autopar"]`.
     """

@@ -69,7 +69,7 @@ def flatten(tree: Any, path: str = "") -> tuple[list[tuple[str, Any]], Spec]:
 
 def _parts(tree: Any, path: str) -> tuple[tuple[Any, ...], list[Any], list[str]] | None:
     """(keys, items, path parts) of a container; None for a leaf. A path at the root of a result has no leading dot."""
-    if isinstance(tree, torch.Tensor) or isinstance(tree, type):
+    if isinstance(tree, (torch.Tensor, type)):
         return None
     dot = "." if path else ""
     if isinstance(tree, Mapping):
@@ -85,17 +85,22 @@ def _parts(tree: Any, path: str) -> tuple[tuple[Any, ...], list[Any], list[str]]
     return None
 
 
-def _make(kind: type, keys: tuple[Any, ...], items: list[Any]) -> Any:
+def _make(kind: Any, keys: tuple[Any, ...], items: list[Any]) -> Any:
     if issubclass(kind, Mapping):
         return _make_mapping(kind, dict(zip(keys, items, strict=True)))
     if dataclasses.is_dataclass(kind):
-        made = object.__new__(kind)
+        made = _bare(kind)
         for key, item in zip(keys, items, strict=True):
             object.__setattr__(made, key, item)
         return made
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return kind(*items)
     return kind(items)
+
+
+def _bare(kind: Any) -> Any:
+    """An object of this type whose constructor was not called."""
+    return kind.__new__(kind)
 
 
 def _make_mapping(kind: type, items: dict[Any, Any]) -> Any:
@@ -109,7 +114,7 @@ def _make_mapping(kind: type, items: dict[Any, Any]) -> Any:
     except TypeError:
         made = None
     if made is None or list(made.keys()) != list(items):
-        made = kind.__new__(kind)
+        made = _bare(kind)
         for key, item in items.items():
             made[key] = item
     return made
