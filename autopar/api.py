@@ -30,6 +30,7 @@ from autopar.ir.problem import Problem, evaluate
 from autopar.ir.program import Source
 from autopar.ir.solution import Solution
 from autopar.ir.strategy import Note, StrategyTable
+from autopar.present.plan_text import plan_text
 from autopar.runtime.comm import Alone, Communicator
 from autopar.runtime.deferred import DeferredModule
 from autopar.runtime.groups import communicator, init_ranks
@@ -37,6 +38,9 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.threads import run_threads
 from autopar.solver import LeastMemory, largest_terms, lower_bound_us, minimise_memory, solve
 from autopar.verification import Trained, VerifyReport, compare, reference, train
+
+# A plan prints as the table that people read; `ir` itself knows no tables.
+Plan.__str__ = plan_text  # type: ignore[method-assign]
 
 MESH_GAP = 0.005
 """How far from proven optimal the plan of one mesh may be: where memory binds, the last half percent costs most of the
