@@ -1,4 +1,4 @@
-"""Which of an op's one-axis rules are choices on an axis, by the axis's role (docs/decisions/0001-axes-have-roles.md)."""
+"""Which of an op's one-axis rules are choices on an axis, by its role (docs/decisions/0001-axes-have-roles.md)."""
 
 from __future__ import annotations
 
