@@ -9,9 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.api import ClusterSpec, Plan, capture, compile, emit_source, search, verify
+    from autopar.api import ClusterSpec, capture, compile, emit_source, search, verify
     from autopar.errors import AutoparError, CaptureError, InfeasibleError, PlanError, RankError, UserError
     from autopar.ir.options import Options
+    from autopar.ir.plan import Plan
     from autopar.runtime.launch import launch
 
 _HOME = {

@@ -40,7 +40,7 @@ from autopar.solver import LeastMemory, largest_terms, lower_bound_us, minimise_
 from autopar.verification import Trained, VerifyReport, compare, reference, train
 
 # A plan prints as the table that people read; `ir` itself knows no tables.
-Plan.__str__ = plan_text  # type: ignore[method-assign]
+Plan.__str__ = plan_text  # type: ignore[method-assign,assignment]
 
 MESH_GAP = 0.005
 """How far from proven optimal the plan of one mesh may be: where memory binds, the last half percent costs most of the
