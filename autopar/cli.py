@@ -366,7 +366,8 @@ def _version() -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
     tokens = list(sys.argv[1:] if argv is None else argv)
-    gc.set_threshold(200_000, 20, 20)  # one command's many small records outlive it; collecting them took 10 % of a search
+    # Nearly all of a command's many small records live to its end: collecting garbage took 2 of a search's 18 seconds.
+    gc.set_threshold(200_000, 20, 20)
     try:
         app(tokens, exit_on_error=False, print_error=False)
     except CycloptsError as error:
