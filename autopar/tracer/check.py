@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from autopar.errors import CompilerError
-from autopar.ir.graph import CapturedGraph, Graph, InputKind, Node, OutputKind, Phase
+from autopar.ir.graph import CapturedGraph, Graph, InputKind, Node, OutputKind, Phase, Value
 
 
 def check_graph(captured: CapturedGraph) -> None:
     """Raise CompilerError unless every graph is well formed and every block call fits its block."""
     blocks = {b.key: b.graph for b in captured.blocks}
+    values = {graph.name: graph.values() for graph in captured.graphs}
     if len(blocks) != len(captured.blocks):
         raise CompilerError("two blocks have the same key")
     for graph in captured.graphs:
@@ -19,7 +20,8 @@ def check_graph(captured: CapturedGraph) -> None:
             if node.block is not None:
                 if node.block.key not in blocks:
                     raise CompilerError(f"{graph.name}.{node.name}: no block {node.block.key}")
-                _check_call(graph, node, blocks[node.block.key])
+                block = blocks[node.block.key]
+                _check_call(graph, node, block, values[graph.name], values[block.name])
         for i in graph.inputs:
             if i.kind is InputKind.CONSTANT and i.target not in captured.constants:
                 raise CompilerError(f"{graph.name}: constant {i.target} is not among the constants")
@@ -57,8 +59,7 @@ def _check_outputs(graph: Graph, made: set[str], late: set[str]) -> None:
             raise CompilerError(f"{graph.name}: {o.kind.value} {o.target} is not made in the forward")
 
 
-def _check_call(graph: Graph, node: Node, block: Graph) -> None:
-    values = graph.values()
+def _check_call(graph: Graph, node: Node, block: Graph, values: dict[str, Value], inner: dict[str, Value]) -> None:
     tangents = node.op == "autopar.block_backward"
     wanted = [i for i in block.inputs if i.kind is not InputKind.TANGENT]
     wanted += [i for i in block.inputs if i.kind is InputKind.TANGENT] if tangents else []
@@ -70,7 +71,7 @@ def _check_call(graph: Graph, node: Node, block: Graph) -> None:
         if values[ref].meta != i.value.meta:
             raise CompilerError(f"{graph.name}.{node.name}: {ref} is {values[ref].meta}, {i.value.name} {i.value.meta}")
     kind = OutputKind.GRADIENT if tangents else OutputKind.OUTPUT
-    results, inner = [o for o in block.outputs if o.kind is kind], block.values()
+    results = [o for o in block.outputs if o.kind is kind]
     metas = [None if o.value is None else inner[o.value].meta for o in results]
     if [None if o is None else o.meta for o in node.outputs] != metas:
         raise CompilerError(f"{graph.name}.{node.name}: its outputs are not those of block {block.name}")

@@ -233,7 +233,7 @@ class Clips(nn.Module):
 
 def test_cap17_parameter_changed_in_forward() -> None:
     model = Clips()
-    with pytest.raises(CaptureError, match=r"test_cases.py:.*'inner.weight' in place"):
+    with pytest.raises(CaptureError, match=r"test_cases.py:.*'inner.weight' is changed in place"):
         capture(model, (torch.randn(2, 4),), {}, options=Options())
 
 
