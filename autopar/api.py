@@ -28,7 +28,7 @@ from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.problem import Problem, evaluate
 from autopar.ir.program import Source
-from autopar.ir.solution import Solution
+from autopar.ir.solution import Solution, Status
 from autopar.ir.strategy import Note, StrategyTable
 from autopar.present.plan_text import plan_text
 from autopar.runtime.comm import Alone, Communicator
@@ -36,7 +36,7 @@ from autopar.runtime.deferred import DeferredModule
 from autopar.runtime.groups import communicator, init_ranks
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.threads import run_threads
-from autopar.solver import LeastMemory, largest_terms, lower_bound_us, minimise_memory, solve
+from autopar.solver import LeastMemory, largest_terms, minimise_memory, relaxation_bound_us, solve
 from autopar.verification import Trained, VerifyReport, compare, reference, train
 
 # A plan prints as the table that people read; `ir` itself knows no tables.
@@ -138,17 +138,19 @@ def plan_captured(
     limit = options.memory_limit if options.memory_limit is not None else cluster.memory_bytes
     candidates = _candidates(captured, cluster, wiring, limit, options, progress, dump)
     best: tuple[_Candidate, Solution] | None = None
+    bounds = []
     for i, candidate in enumerate(candidates):
         progress(f"solve {candidate.mesh}", i / len(candidates))
         solution = _solve(candidate, best[1] if best else None, options)
-        if solution is None or not solution.choice:
+        if solution is None:
             continue
-        if best is None or _rank(candidate, solution, options) < _rank(*best, options):
+        bounds.append(solution.bound_us)
+        if solution.choice and (best is None or _rank(candidate, solution, options) < _rank(*best, options)):
             best = candidate, solution
     if best is None:
         raise _infeasible(captured, candidates, limit, progress)
     progress("write the plan", 1.0)
-    found, solution = best
+    found, solution = best[0], _over_meshes(best[1], bounds, options)
     notes = found.table.notes + tuple(Note(*n) for n in captured.notes)
     prices, flops = MeshPrices(cluster, found.mesh), model_flops(captured, wiring)
     plan = make_plan(captured, found.priced, solution, prices, cluster, options, notes, flops)
@@ -174,7 +176,7 @@ def _candidates(
         table = sharding.build_table(captured, mesh, options, rules=rules)
         priced = build_problem(captured, wiring, table, MeshPrices(cluster, mesh), options, limit_bytes)
         dump(f"problem {mesh}", priced.problem)
-        found.append(_Candidate(mesh, table, priced, lower_bound_us(priced.problem)))
+        found.append(_Candidate(mesh, table, priced, relaxation_bound_us(priced.problem)))
     return sorted(found, key=lambda c: c.bound_us)
 
 
@@ -187,6 +189,17 @@ def _solve(candidate: _Candidate, best: Solution | None, options: Options) -> So
     if cutoff is not None and candidate.bound_us >= cutoff:
         return None
     return solve(problem, time_limit_s=options.time_limit_s, gap=MESH_GAP, cutoff_us=cutoff, explain=False)
+
+
+def _over_meshes(solution: Solution, bounds: list[float], options: Options) -> Solution:
+    """The best mesh's answer with the bound of the whole search: a mesh solved to a gap may hide a cheaper plan.
+
+    Meshes left out were proven to be no cheaper than an answer at hand.
+    """
+    bound = min([solution.objective_us, *bounds])
+    if options.objective == "memory" or solution.status is not Status.OPTIMAL or bound == solution.objective_us:
+        return replace(solution, bound_us=solution.bound_us if options.objective == "memory" else bound)
+    return replace(solution, bound_us=bound, status=Status.FEASIBLE)
 
 
 def _solve_for_memory(problem: Problem, options: Options) -> Solution | None:
@@ -300,6 +313,7 @@ def _compiled(
     if mesh.size > 1:
         init_ranks()
     rt = communicator(mesh) if mesh.size > 1 else Alone(mesh, torch.device("cpu"))
+    rt.seed = options.seed
     return ParallelModule(
         captured, plan, source, model, rt, recompile=_other_mode(model, cluster, example_inputs, plan, options)
     )
@@ -369,12 +383,23 @@ def verify(
     captured = captured or capture(model, example_inputs, options=options)
     if plan is None:
         plan = plan_captured(captured, cluster or local_cluster(ranks), options=options)
-    source = emit_captured(captured, plan)
-    expected = reference(model, example_inputs, steps)
-    graph = captured
+    return verify_source(captured, plan, emit_captured(captured, plan), model, example_inputs, steps=steps)
+
+
+def verify_source(
+    captured: CapturedGraph,
+    plan: Plan,
+    source: Source,
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...],
+    *,
+    steps: int = 3,
+    timeout_s: float = 600.0,
+) -> VerifyReport:
+    """As `verify`, for emitted source: every rank's results are compared, so replicas that differ are seen."""
 
     def rank(rt: Communicator) -> Trained:
-        module = ParallelModule(graph, plan, source, model, rt)
+        module = ParallelModule(captured, plan, source, model, rt)
         layouts = {name: parse_layout(p.layout, rt.mesh) for name, p in plan.parameters.items()}
         whole = replicated(rt.mesh)
         return train(
@@ -382,7 +407,8 @@ def verify(
             lambda name, piece: rt.convert(piece, layouts[name], whole), steps, module.full_state_dict,
         )  # fmt: skip
 
-    found = run_threads(mesh_of(plan), rank, timeout_s=600.0)
+    expected = reference(model, lambda m: _called(m, example_inputs), steps)
+    found = run_threads(mesh_of(plan), rank, timeout_s=timeout_s)
     return compare(expected, found, {name: p.layout for name, p in plan.parameters.items()})
 
 

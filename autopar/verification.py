@@ -78,7 +78,6 @@ class Trained:
     """What three steps left: whole tensors by name. `gradients` are of the first step, None where None."""
 
     losses: tuple[float, ...]
-    outputs: Tensors
     gradients: dict[str, Tensor | None]
     state: Tensors
     optimizer: Tensors
@@ -139,10 +138,10 @@ def train(
         for key, value in sorted(optimizer.state.get(p, {}).items())
         if isinstance(value, Tensor) and value.dim() == p.dim() and value.dim() > 0
     }
-    return Trained(tuple(losses), {}, gradients, full_state(), moments)
+    return Trained(tuple(losses), gradients, full_state(), moments)
 
 
-def reference(model: nn.Module, batch: Mapping[str, Any] | tuple[Any, ...], steps: int) -> Trained:
+def reference(model: nn.Module, call: Callable[[nn.Module], Any], steps: int) -> Trained:
     """The plain model, trained in one process on the whole batch. The model given is left as it is.
 
     A float64 model is proven in float64 throughout, also where its code says float32.
@@ -150,11 +149,7 @@ def reference(model: nn.Module, batch: Mapping[str, Any] | tuple[Any, ...], step
     plain = copy.deepcopy(model)
     wide = any(p.dtype is torch.float64 for p in plain.parameters())
     with Wide() if wide else nullcontext():
-        return train(plain, lambda m: _called(m, batch), lambda _, x: x, steps, lambda: dict(plain.state_dict()))
-
-
-def _called(module: nn.Module, batch: Mapping[str, Any] | tuple[Any, ...]) -> Any:
-    return module(**batch) if isinstance(batch, Mapping) else module(*batch)
+        return train(plain, call, lambda _, x: x, steps, lambda: dict(plain.state_dict()))
 
 
 def compare(expected: Trained, found: list[Trained], layouts: Mapping[str, str]) -> VerifyReport:

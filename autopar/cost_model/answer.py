@@ -13,7 +13,7 @@ from autopar.cost_model.build import (
 )
 from autopar.cost_model.wiring import SlotKind
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.graph import CapturedGraph, Graph, InputKind, TensorMeta
+from autopar.ir.graph import CapturedGraph, InputKind, TensorMeta
 from autopar.ir.layout import Kind, Layout, local_shape
 from autopar.ir.options import Options
 from autopar.ir.plan import (
@@ -270,8 +270,3 @@ def tokens(captured: CapturedGraph) -> int:
     if ids:
         return max(ids)
     return next((m.shape[0] for m in metas if m.shape), 1)
-
-
-def graph_counts(captured: CapturedGraph) -> tuple[tuple[Graph, int], ...]:
-    """Each graph with how many times a step runs it."""
-    return ((captured.top, 1), *((b.graph, len(b.instances)) for b in captured.blocks))

@@ -24,6 +24,8 @@ class Options:
         search_space: allowed degrees by name ("data", "tensor", "context").
         precision: "fp32", "bf16" (bf16 compute, fp32 stored parameters, gradients and optimizer state) or "fp64".
         optimizer_bytes_per_parameter: state that the optimizer keeps (AdamW in fp32: 8).
+        micro_batches, allow: refused unless left out; their places for micro-batches, recompute and offload.
+        seed: of the compiled module's random ops.
         differentiable: "losses" (scalar outputs if there are any, else all) or "all".
         fold_blocks: capture repeated blocks once.
         time_limit_s: of the solves together; None: no limit.
@@ -49,6 +51,10 @@ class Options:
             raise ValueError(f"precision {self.precision!r}: wanted fp32, bf16 or fp64")
         if self.objective not in ("time", "memory"):
             raise ValueError(f"objective {self.objective!r}: wanted time or memory")
+        if self.micro_batches not in (None, 1):
+            raise ValueError(f"micro_batches {self.micro_batches}: this version runs the batch as one; leave it out")
+        if self.allow:
+            raise ValueError(f"allow {self.allow}: recompute and offload are not there yet; leave it out")
         unknown = set(self.search_space) - set(DEGREE_NAMES)
         if unknown:
             raise ValueError(f"search_space {sorted(unknown)}: wanted names among {sorted(DEGREE_NAMES)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.solver.api import solve
+from autopar.solver.api import relaxation_bound_us, solve
 from autopar.solver.bound import lower_bound_us
 from autopar.solver.dump import dump_problem, load_problem
 from autopar.solver.memory import LeastMemory, largest_terms, minimise_memory
@@ -19,6 +19,7 @@ __all__ = [
     "lower_bound_us",
     "minimise_memory",
     "reduce_problem",
+    "relaxation_bound_us",
     "solve",
     "write_lp",
     "write_mps",

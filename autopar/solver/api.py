@@ -28,7 +28,7 @@ from autopar.solver.linear import LinearAnswer, LinearStatus
 from autopar.solver.memory import minimise_memory
 from autopar.solver.model import ProblemModel, build_model, choice_of, point_of
 from autopar.solver.reduce import reduce_problem
-from autopar.solver.reduction import keep_strategies
+from autopar.solver.reduction import Reduction, keep_strategies
 from autopar.solver.search import find_choice, first_of_equals
 
 TOLERANCE = 1e-6  # of an objective, relative; the linear solvers' own
@@ -97,13 +97,16 @@ def solve(
         return _without_nodes(problem, solver.name)
     if cutoff_us is not None and lower_bound_us(problem, cutoff_us=cutoff_us) >= cutoff_us:
         return None
-    reduction = reduce_problem(problem)
-    found = _NO_CHOICE if reduction is None else _solve_reduced(reduction.problem, solver, clock, gap, cutoff_us)
+    reduction: Reduction | None = None
+    found = _by_relaxation(problem, solver, clock, cutoff_us)
+    if found is None:
+        reduction = reduce_problem(problem)
+        found = _NO_CHOICE if reduction is None else _solve_reduced(reduction.problem, solver, clock, gap, cutoff_us)
     if cutoff_us is not None and (found.bound_us >= cutoff_us or found.status is Status.INFEASIBLE):
         return None
     if found.status is Status.INFEASIBLE:
         return _infeasible(problem, solver.name, clock, explain=explain)
-    choice = reduction.lift(found.choice) if reduction is not None and found.choice else ()
+    choice = reduction.lift(found.choice) if reduction is not None and found.choice else found.choice
     if choice:
         choice = _checked(problem, found, first_of_equals(problem, choice), choice)
     objective = evaluate(problem, choice).objective_us if choice else math.inf
@@ -156,6 +159,36 @@ def check_numbers(problem: Problem) -> None:
         sizes = [b for v in moment.versions for b in v.bytes] + [b for h in moment.nodes for b in h.bytes]
         if any(b < 0 for b in sizes):
             raise ValueError(f"moment {moment.name}: bytes must not be negative")
+
+
+def relaxation_bound_us(problem: Problem) -> float:
+    """No choice costs less than this: the optimum of the LP relaxation, inf where even that cannot fit."""
+    lp = backend_named("highs").lp(build_model(problem).linear, None)
+    return math.inf if lp.status is LinearStatus.INFEASIBLE else lp.bound
+
+
+def _by_relaxation(problem: Problem, solver: Backend, clock: _Clock, cutoff_us: float | None) -> _Found | None:
+    """What the LP of the problem as given settles by itself; None where it leaves something open.
+
+    Reducing takes ten times as long as this LP (a Llama on two axes: 1.3 s, 0.1 s) and pays only for a MIP.
+    """
+    model = build_model(problem)
+    lp = solver.lp(model.linear, clock.left_s())
+    if lp.status is LinearStatus.INFEASIBLE:
+        return _NO_CHOICE
+    if lp.point is None:
+        return None
+    if cutoff_us is not None and lp.bound >= cutoff_us:
+        return _Found(status=Status.FEASIBLE, bound_us=lp.bound)
+    choice, whole = choice_of(model, lp.point)
+    if not (whole and evaluate(problem, choice).feasible):
+        return None
+    if _priced(problem, model, choice) > lp.bound + TOLERANCE * abs(lp.bound):
+        return None
+    return _Found(
+        status=Status.OPTIMAL, choice=choice, objective_us=lp.objective, bound_us=lp.bound, integral_lp=True,
+        memory_price=_memory_price(problem, model, lp),
+    )  # fmt: skip
 
 
 def _solve_reduced(problem: Problem, solver: Backend, clock: _Clock, gap: float, cutoff_us: float | None) -> _Found:
