@@ -23,9 +23,9 @@ from autopar.errors import InfeasibleError, PlanError, UserError
 from autopar.ir import cluster as description
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.layout import parse_layout, replicated
-from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, mesh_of
 from autopar.ir.problem import Problem, evaluate
 from autopar.ir.program import Source
 from autopar.ir.solution import Solution, Status
@@ -263,11 +263,6 @@ class _Dump:
         safe = name.replace(" ", "_").replace("/", "-")
         (self._folder / f"{self._count:02d}_{safe}.txt").write_text(str(noun))
         self._count += 1
-
-
-def mesh_of(plan: Plan) -> Mesh:
-    """The mesh that a plan names."""
-    return Mesh(axes=tuple(Axis(name=n, size=s, level=plan.mesh.levels.get(n, 0)) for n, s in plan.mesh.axes.items()))
 
 
 def compile(

@@ -28,7 +28,10 @@ def test_a_small_model_on_a_fast_node_is_data_parallel():
     plan = search("gpt2", load_cluster("dgx-h100:1"), batch=64, seq=512)
     assert plan.mesh.axes == {"dp": 8}
     assert plan.solver.status == "optimal"
-    assert plan.inputs["top"]["input:input_ids"] == "dp:S(0)" or "dp:S(0)" in {c.after for c in plan.conversions}
+    ids = {c.after for c in plan.conversions if c.graph == "top" and c.steps and c.value == "x_input_ids"}
+    assert (ids or {plan.inputs["top"]["input:input_ids"]}) == {"dp:S(0)"}
+    assert {p.role for p in plan.parameters.values()} <= {"data parallel", "ZeRO-3"}
+    assert plan.parameters["transformer.h.0.mlp.c_fc.weight"].role == "data parallel"
 
 
 def test_a_model_that_does_not_fit_is_cut():

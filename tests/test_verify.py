@@ -5,6 +5,8 @@ In-process ranks. The default run takes each model under each kind of plan at on
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -50,6 +52,28 @@ def check(name: str, kind: str, ranks: int, precision: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_same_numbers(name, kind):
     check(name, kind, DEFAULT[kind], "fp64")
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        (r"rt\.all_reduce\((\w+), \"dp\"\)", r"\1.clone()"),
+        (r"rt\.reduce_scatter\((\w+), \"dp\", (\d)\)", r'rt.slice(\1, "dp", \2).contiguous()'),
+    ],
+    ids=["a sum not reduced", "a gradient not reduced before it is cut"],
+)
+def test_a_wrong_program_is_seen(line, instead):
+    model, batch, graph = captured("llama", "fp64")
+    options = Options(pins=KINDS["zero3"](3), precision="fp64")
+    plan = api.plan_captured(graph, load_cluster("rtx3090:3"), options=options)
+    source = api.emit_captured(graph, plan)
+    for found in re.finditer(line, source.text):
+        wrong = source.text[: found.start()] + found.expand(instead) + source.text[found.end() :]
+        report = api.verify_source(graph, plan, replace(source, text=wrong), model, batch)
+        assert not report.ok and report.first_difference is not None, found.group()
+        break
+    else:
+        pytest.fail(f"nothing like {line} is emitted")
 
 
 @pytest.mark.slow

@@ -7,14 +7,9 @@ from dataclasses import dataclass, field
 from autopar.errors import CompilerError, PlanError
 from autopar.ir.graph import CapturedGraph, Graph, GraphInput, InputKind, Node
 from autopar.ir.layout import Layout, parse_layout
-from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.strategy import Strategy
-
-
-def mesh_of(plan: Plan) -> Mesh:
-    """The mesh that a plan names."""
-    return Mesh(axes=tuple(Axis(name=n, size=s, level=plan.mesh.levels.get(n, 0)) for n, s in plan.mesh.axes.items()))
 
 
 def block_parameters(captured: CapturedGraph) -> dict[str, tuple[tuple[int, ...], ...]]:

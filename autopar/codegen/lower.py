@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.codegen.layouts import PlanLayouts, block_parameters, mesh_of, own_inputs
+from autopar.codegen.layouts import PlanLayouts, block_parameters, own_inputs
 from autopar.codegen.scope import Names, Scope, with_frees
 from autopar.codegen.tables import stem
 from autopar.errors import CompilerError
 from autopar.ir.graph import CapturedGraph, Graph, InputKind, Node, OutputKind, Phase, Ref
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, mesh_of
 from autopar.ir.program import CallBlock, Compute, Function, Local, Place, Program
 from autopar.ops import local_call
 

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from autopar.cost_model.catalogue import Preset, expand, list_presets, preset_names, read_preset
-from autopar.cost_model.local import local_cluster
 from autopar.errors import ClusterError
 from autopar.ir.cluster import ClusterSpec, Device, Host
 from autopar.ir.graph import ITEM_BYTES
@@ -38,7 +37,12 @@ def load_cluster(text: str) -> ClusterSpec:
     if name != "local" and name not in known:
         raise ClusterError(_unknown(name, known))
     units = _units(text, count)
-    return local_cluster(units) if name == "local" else expand(read_preset(name), units)
+    if name == "local":
+        # Imported here, since it imports torch: every other description is read, and refused, without.
+        from autopar.cost_model.local import local_cluster
+
+        return local_cluster(units)
+    return expand(read_preset(name), units)
 
 
 def _unknown(name: str, known: tuple[str, ...]) -> str:

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from autopar.errors import PlanError
+from autopar.ir.mesh import Axis, Mesh
 
 FORMAT = "autopar-plan"
 VERSION = 1
@@ -151,6 +152,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return decode_plan(Path(path).read_bytes(), str(path))
         except OSError as error:
             raise PlanError(f"plan {path}: cannot be read ({error.strerror})") from None
+
+
+def mesh_of(plan: Plan) -> Mesh:
+    """The mesh that a plan names."""
+    return Mesh(axes=tuple(Axis(name=n, size=s, level=plan.mesh.levels.get(n, 0)) for n, s in plan.mesh.axes.items()))
 
 
 class _Head(msgspec.Struct):

@@ -44,12 +44,12 @@ class GroupCommunicator(Communicator):
     def _gather(self, x: Tensor, axis: str) -> Tensor:
         n = self.size(axis)
         out = torch.empty((n, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(_real(out).view(-1), _real(x).reshape(-1), group=self._groups[axis])
+        dist.all_gather_single(_real(out).view(-1), _real(x).reshape(-1), group=self._groups[axis])
         return out
 
     def _scatter(self, x: Tensor, axis: str) -> Tensor:
         out = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
-        dist.reduce_scatter_tensor(_real(out).reshape(-1), _real(x).reshape(-1), group=self._groups[axis])
+        dist.reduce_scatter_single(_real(out).reshape(-1), _real(x).reshape(-1), group=self._groups[axis])
         return out
 
     def _exchange(self, x: Tensor, axis: str) -> Tensor:
