@@ -29,6 +29,8 @@ class CapturedBlock:
         calls: (module path, how many calls of it came before) -> instance number, unique over all blocks.
         instances: instance number -> its name.
         members: instance number -> (the recorded call, its footprint).
+        following: instance number -> which of its tensor inputs the instance before it feeds, for those that the trace
+            leaves out: a row of instances is traced as its first one.
     """
 
     block: Block
@@ -39,6 +41,7 @@ class CapturedBlock:
     calls: dict[tuple[str, int], int]
     instances: dict[int, str]
     members: dict[int, tuple[Call, Footprint]]
+    following: dict[int, int]
 
 
 def capture_blocks(chosen: Sequence[Chosen], record: Record, rig: Rig) -> list[CapturedBlock]:
@@ -74,10 +77,14 @@ def _capture_block(group: Chosen, numbers: list[int], record: Record, rig: Rig) 
         ),
     )
     slot_metas = [meta_of(joint.gradients[i].meta["val"]) if i in joint.gradients else None for i in range(count)]
+    following = {
+        n: p for n, p in zip(numbers, group.fed, strict=True) if p is not None and shapes.gradients[p] is not None
+    }
     use = BlockUse(
         key=key,
         constants=tuple(converter.constants),
         slots={n: f.slots for n, (_, f) in zip(numbers, group.calls, strict=True)},
+        rows=_rows(numbers, following),
         slot_gradients=tuple((a.requires_grad, m) for a, m in zip(arguments[:count], slot_metas, strict=True)),
         input_gradients=tuple(
             (a.requires_grad, x is not None) for a, x in zip(arguments[count:], shapes.gradients, strict=True)
@@ -92,7 +99,20 @@ def _capture_block(group: Chosen, numbers: list[int], record: Record, rig: Rig) 
         calls={(c.path, c.count): n for n, (c, _) in zip(numbers, group.calls, strict=True)},
         instances=names,
         members=dict(zip(numbers, group.calls, strict=True)),
+        following=following,
     )
+
+
+def _rows(numbers: list[int], following: dict[int, int]) -> dict[int, tuple[tuple[int, int], ...]]:
+    """First instance of each row -> the (instance, fed input) that follow it. A row is fed at one input throughout."""
+    rows: dict[int, tuple[tuple[int, int], ...]] = {}
+    first = numbers[0]
+    for n in numbers:
+        if n not in following:
+            first = n
+        else:
+            rows[first] = (*rows.get(first, ()), (n, following[n]))
+    return rows
 
 
 def _arguments(rig: Rig, call: Call, footprint: Footprint) -> list[Argument]:
@@ -151,14 +171,24 @@ def _block_function(rig: Rig, call: Call, footprint: Footprint, position: Positi
 
 
 def run_block(block: CapturedBlock, number: int, anchor: Tensor, args: Any, kwargs: Any) -> Any:
-    """In the trace of the top level: one op instead of the module's call, with the same result structure."""
+    """In the trace of the top level: one op instead of the module's call, with the same result structure.
+
+    The op of the first instance in a row stands for the whole row, so that a deep model traces as fast as a shallow
+    one; those that follow just hand on what feeds them. `convert` puts the row back.
+    """
     call, footprint = block.members[number]
     leaves = [leaf for _, leaf in flatten((args, kwargs))[0]]
+    if number in block.following:
+        return _rebuilt(call, footprint, [leaves[footprint.inputs[block.following[number]][0]]], leaves)
     tensors = [
         leaves[at] if leaves[at].stride() == like.stride else leaves[at].contiguous()
         for (at, _), like in zip(footprint.inputs, block.shapes.inputs, strict=True)
     ]
     outputs = BlockFunction.apply(block.use.key, number, anchor, *tensors)  # type: ignore[no-untyped-call]
+    return _rebuilt(call, footprint, outputs, leaves)
+
+
+def _rebuilt(call: Call, footprint: Footprint, outputs: Sequence[Tensor], leaves: list[Any]) -> Any:
     result = []
     for (kind, k), leaf in zip(footprint.results, call.result, strict=True):
         result.append(outputs[k] if kind == "out" else leaves[k] if kind == "leaf" else leaf)

@@ -11,6 +11,7 @@ import hashlib
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -45,9 +46,15 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Equal calls, in order of execution."""
+    """Equal calls, in order of execution.
+
+    Attributes:
+        fed: for each call the position among its tensor inputs of the one output of the call before it, if that is all
+            that happens between the two (layers in a row); None if not.
+    """
 
     calls: tuple[tuple[Call, Footprint], ...]
+    fed: tuple[int | None, ...]
 
 
 def choose_blocks(record: Record, rig: Rig) -> tuple[Chosen, ...]:
@@ -71,10 +78,27 @@ def choose_blocks(record: Record, rig: Rig) -> tuple[Chosen, ...]:
                 groups.setdefault(footprint.digest, []).append((call, footprint))
         for group in groups.values():
             if len(group) > 1:
-                chosen.append(Chosen(tuple(group)))
+                fed = (None, *(_fed(a, b, last_use) for a, b in pairwise(group)))
+                chosen.append(Chosen(tuple(group), fed))
             else:
                 ranked.push(group[0][0].children)
     return tuple(chosen)
+
+
+def _fed(before: tuple[Call, Footprint], after: tuple[Call, Footprint], last_use: list[int]) -> int | None:
+    """Which tensor input of `after` is the output of `before`, if nothing else reads that output, no op runs between
+    them, and their other inputs are the same tensors, which get no gradient."""
+    (call, footprint), (following, feeding) = before, after
+    if following.start != call.stop or len(footprint.outputs) != 1:
+        return None
+    made = footprint.outputs[0][0]
+    at = [p for p, (_, number) in enumerate(feeding.inputs) if number == made]
+    if len(at) != 1 or last_use[made] >= following.stop:
+        return None
+    others = [
+        (x, y) for p, ((_, x), (_, y)) in enumerate(zip(footprint.inputs, feeding.inputs, strict=True)) if p != at[0]
+    ]
+    return at[0] if all(x == y and not following.grads[y] for x, y in others) else None
 
 
 def used_outside(record: Record, chosen: Sequence[Chosen]) -> set[int]:

@@ -62,6 +62,7 @@ class BlockUse:
         key: the block's.
         constants: names of its CONSTANT inputs in the global table, which become arguments of each call.
         slots: instance number -> the slots that are its parameters and buffers.
+        rows: instance number -> the (instance, fed input) that its op stands for besides: a row of instances.
         slot_gradients: for each of them whether it needs a gradient, and that gradient (None: it gets none).
         input_gradients: for each tensor input whether it needs a gradient, and whether it gets one.
     """
@@ -69,6 +70,7 @@ class BlockUse:
     key: str
     constants: tuple[str, ...]
     slots: dict[int, tuple[int, ...]]
+    rows: dict[int, tuple[tuple[int, int], ...]]
     slot_gradients: tuple[tuple[bool, TensorMeta | None], ...]
     input_gradients: tuple[tuple[bool, bool], ...]
 
@@ -102,6 +104,7 @@ class Converter:
         self.same: dict[Any, Any] = {}
         self.count: Counter[str] = Counter()
         self.nodes: list[Node] = []
+        self.inputs_of_row: dict[int, list[tuple[Any, ...]]] = {}
         self.taken: set[str] = {n.name for n in joint.module.graph.nodes if n.op == "call_function"}
 
     def convert(self) -> Graph:
@@ -291,31 +294,63 @@ class Converter:
         self.count[base] += 1
 
     def _add_block(self, node: Any, phase: Phase, source: str) -> None:
-        """A block's call: parameters, buffers, tensor inputs, constants[, tangents] -> outputs or gradients."""
-        use, number = self.blocks[node.args[0]], node.args[1]
-        forward = str(node.target) == BLOCK
+        """The calls of the row of instances that a block's op stands for: forward in order, backward in reverse."""
+        use, first = self.blocks[node.args[0]], node.args[1]
+        row = use.rows.get(first, ())
+        numbers = [first, *(n for n, _ in row)]
+        if phase is Phase.FORWARD:
+            last = self.outputs_of[node]
+            inputs, outputs = [self._arg(node.args[3])], []
+            for _, fed in row:
+                assert last[0] is not None
+                made = Value(self._fresh(node.name), last[0].meta)
+                outputs.append((made,))
+                inputs.append((*inputs[-1][:fed], Ref(made.name), *inputs[-1][fed + 1 :]))
+            self.inputs_of_row[first] = inputs
+            for number, given, results in zip(numbers, inputs, [*outputs, last], strict=True):
+                self._add_call(use, number, node, (*given, *self._constants_of(use)), results, source)
+            return
+        tangents = self._arg(node.args[3])
+        for number, given in zip(reversed(numbers), reversed(self.inputs_of_row[first]), strict=True):
+            gradients = self.outputs_of[node][1:]
+            if number != first:
+                gradients = tuple(Value(self._fresh(node.name), g.meta) for g in gradients if g is not None)
+            args = (*given, *self._constants_of(use), *tangents)
+            self._add_call(use, number, node, args, self._with_slots(use, number, gradients), source)
+            tangents = tuple(Ref(g.name) for g in gradients if g is not None)
+
+    def _constants_of(self, use: BlockUse) -> list[Ref]:
+        return [Ref(self._shared(name)) for name in use.constants]
+
+    def _with_slots(self, use: BlockUse, number: int, gradients: tuple[Value | None, ...]) -> tuple[Value | None, ...]:
+        """Gradients of the tensor inputs -> of the instance's parameters and of its inputs, None where none is."""
+        given = iter(gradients)
+        outputs: list[Value | None] = []
+        for slot, (wanted, meta) in zip(use.slots[number], use.slot_gradients, strict=True):
+            if wanted:
+                name = f"g_{self.arguments[slot].target}"
+                outputs.append(None if meta is None else Value(self._fresh(name), meta))
+        return (*outputs, *(next(given) if there else None for wanted, there in use.input_gradients if wanted))
+
+    def _add_call(
+        self, use: BlockUse, number: int, node: Any, args: tuple[Any, ...], outputs: tuple[Value | None, ...],
+        source: str,
+    ) -> None:  # fmt: skip
+        """One instance's call: its parameters and buffers, then `args` -> outputs or gradients."""
+        backward = str(node.target) == BLOCK_BACKWARD
         own = [Ref(self.value_of_argument[s]) for s in use.slots[number]]
-        constants = [Ref(self._shared(name)) for name in use.constants]
-        tensors = self._arg(node.args[3 if forward else 2])
-        args = (*own, *tensors, *constants, *(() if forward else self._arg(node.args[3])))
-        outputs: list[Value | None] = list(self.outputs_of[node])
-        made: list[tuple[int, Value]] = []
-        if not forward:
-            given = iter(outputs[1:])
-            outputs = []
-            for slot, (wanted, meta) in zip(use.slots[number], use.slot_gradients, strict=True):
-                if wanted:
-                    outputs.append(
-                        None if meta is None else Value(self._fresh(f"g_{self.arguments[slot].target}"), meta)
-                    )
-                    made += [] if outputs[-1] is None else [(slot, outputs[-1])]
-            outputs += [next(given) if there else None for wanted, there in use.input_gradients if wanted]
         path = self.instances[number]
         op = str(node.target).removesuffix(".default")
-        call = BlockCall(key=use.key, instance=path)
-        self._append(node.name, op, args, tuple(outputs), phase, (path, source), block=call)
-        for slot, value in made:
-            self._sum_gradient(slot, value)
+        name = node.name if number == node.args[1] else self._fresh(f"{node.name}_{number}")
+        self._append(
+            name, op, (*own, *args), outputs, Phase.BACKWARD if backward else Phase.FORWARD, (path, source),
+            block=BlockCall(key=use.key, instance=path),
+        )  # fmt: skip
+        if backward:
+            wanted = [s for s, (grad, _) in zip(use.slots[number], use.slot_gradients, strict=True) if grad]
+            for slot, value in zip(wanted, outputs, strict=False):
+                if value is not None:
+                    self._sum_gradient(slot, value)
 
     def _sum_gradient(self, slot: int, value: Value) -> None:
         """One more part of a parameter's gradient."""

@@ -16,10 +16,9 @@ from autopar.tracer.torch_private import (
     TorchDispatchMode,
     constant_of,
     enable_python_dispatcher,
-    makes_new,
+    op_facts,
     outer_frame,
     storage_key,
-    takes_device,
     written_arguments,
 )
 from autopar.tracer.tree import Spec, flatten
@@ -107,27 +106,51 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":
+        facts = op_facts(func)
+        if facts.prim:
             return func(*args, **kwargs)
-        if self.on_meta:
-            args, kwargs = self._to_meta(args), self._kwargs_to_meta(func, args, kwargs)
-        written = written_arguments(func, args, kwargs)
-        writes = tuple(storage_key(x) for x in written if isinstance(x, Tensor))
-        if writes:
-            self._refuse_parameter_writes(writes)
         ins: list[int] = []
-        text = [func._schema.name, func._overloadname, str(torch.is_grad_enabled())]
-        self._describe((args, tuple(kwargs.items())), text, ins)
-        result = self._result(func, args, kwargs, " ".join(text), ins) if self.on_meta else func(*args, **kwargs)
-        outs = [x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, Tensor)]
-        heavy = func._schema.name in HEAVY
-        self.ops.append(Op(" ".join(text), tuple(ins), tuple(self.number(x) for x in outs), heavy, writes))
+        text = [facts.name, facts.overload, "1" if torch.is_grad_enabled() else "0"]
+        args = tuple([self._read(x, text, ins) for x in args])
+        if self.on_meta and facts.takes_device and ("device" in kwargs or not ins):
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        if kwargs:
+            kwargs = {k: self._read(v, text, ins, k) for k, v in kwargs.items()}
+        writes: tuple[int, ...] = ()
+        if facts.mutable:
+            writes = tuple(storage_key(x) for x in written_arguments(func, args, kwargs) if isinstance(x, Tensor))
+            self._refuse_parameter_writes(writes)
+        joined = " ".join(text)
+        known = self.on_meta and facts.makes_new
+        result = self._result(func, args, kwargs, joined, ins) if known else func(*args, **kwargs)
+        outs = result if isinstance(result, (tuple, list)) else (result,)
+        numbers = tuple([self.number(x) for x in outs if isinstance(x, Tensor)])
+        self.ops.append(Op(joined, tuple(ins), numbers, facts.name in HEAVY, writes))
         return result
+
+    def _read(self, tree: Any, text: list[str], ins: list[int], name: str = "") -> Any:
+        """The argument as it is run: on meta, real tensors become meta tensors that stand for them.
+
+        Its literals are appended to `text`, the numbers of its tensors to `ins`.
+        """
+        if name:
+            text.append(name)
+        if isinstance(tree, Tensor):
+            if self.on_meta and tree.device.type != "meta":
+                tree = self._stand_in(tree)
+            ins.append(self.number(tree))
+            text.append("#")
+            return tree
+        if isinstance(tree, (tuple, list)):
+            text.append("(")
+            found = [self._read(item, text, ins) for item in tree]
+            text.append(")")
+            return type(tree)(found) if type(tree) in (tuple, list) else tree
+        text.append(repr(tree))
+        return tree
 
     def _result(self, func: Any, args: Any, kwargs: Any, text: str, ins: list[int]) -> Any:
         """func(*args, **kwargs); of an op that was seen on such arguments before, just tensors like its results."""
-        if not makes_new(func):
-            return func(*args, **kwargs)
         key = (text, tuple((x.shape, x.stride(), x.dtype) for x in map(self.tensors.__getitem__, ins)))
         known = self.seen.get(key)
         if known is None:
@@ -141,25 +164,14 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         return tuple(made) if known[0] else made[0]
 
-    def _to_meta(self, tree: Any) -> Any:
-        """Real tensors -> meta tensors that stand for them."""
-        if isinstance(tree, Tensor):
-            if tree.device.type == "meta":
-                return tree
-            known = self.stands_for.get(id(tree))
-            if known is None:
-                known = tree.detach().to("meta")
-                self.stands_for[id(tree)] = known
-                self.literals[self.number(known)] = tree
-            return known
-        if isinstance(tree, (tuple, list)):
-            return type(tree)(self._to_meta(item) for item in tree)
-        return tree
-
-    def _kwargs_to_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        kwargs = {k: self._to_meta(v) for k, v in kwargs.items()}
-        makes = "device" in kwargs or (takes_device(func) and not any(isinstance(a, Tensor) for a in args))
-        return {**kwargs, "device": torch.device("meta")} if makes else kwargs
+    def _stand_in(self, real: Tensor) -> Tensor:
+        """The meta tensor that stands for a real one."""
+        known = self.stands_for.get(id(real))
+        if known is None:
+            known = real.detach().to("meta")
+            self.stands_for[id(real)] = known
+            self.literals[self.number(known)] = real
+        return known
 
     def _refuse_parameter_writes(self, writes: tuple[int, ...]) -> None:
         for key in writes:
@@ -169,19 +181,6 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"{line_of_frame(outer_frame())}: parameter {self.slot_names[slot][0]!r} is changed in place: "
                     "change it between steps instead (after optimizer.step()), or keep it in a buffer"
                 )
-
-    def _describe(self, tree: Any, text: list[str], ins: list[int]) -> None:
-        """Append the literals of `tree` to `text`, and its tensors to `ins`."""
-        if isinstance(tree, Tensor):
-            ins.append(self.number(tree))
-            text.append("#")
-        elif isinstance(tree, (tuple, list)):
-            text.append("(")
-            for item in tree:
-                self._describe(item, text, ins)
-            text.append(")")
-        else:
-            text.append(repr(tree))
 
     def hook(self, module: nn.Module, path: str, args: Any, kwargs: Any, proceed: Any) -> Any:
         """Called for each module call."""

@@ -91,17 +91,30 @@ def written_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpFacts:
+    """What an op's schema says; `makes_new`: all its results are new tensors, none a view."""
+
+    name: str
+    overload: str
+    prim: bool
+    mutable: bool
+    makes_new: bool
+    takes_device: bool
+
+
 @cache
-def makes_new(op: Any) -> bool:
-    """Whether all results are new tensors: no views, nothing written into."""
+def op_facts(op: Any) -> OpFacts:
+    """Read from the op's schema once."""
     schema = op._schema
-    return not schema.is_mutable and all(r.alias_info is None for r in schema.returns)
-
-
-@cache
-def takes_device(op: Any) -> bool:
-    """Whether an op has a `device` argument."""
-    return any(a.name == "device" for a in op._schema.arguments)
+    return OpFacts(
+        name=schema.name,
+        overload=op._overloadname,
+        prim=op.namespace == "prim",
+        mutable=schema.is_mutable,
+        makes_new=not schema.is_mutable and all(r.alias_info is None for r in schema.returns),
+        takes_device=any(a.name == "device" for a in schema.arguments),
+    )
 
 
 @dataclass(slots=True, kw_only=True)
