@@ -31,6 +31,7 @@ from autopar.ir.program import Source
 from autopar.ir.solution import Solution, Status
 from autopar.ir.strategy import Note, StrategyTable
 from autopar.present.plan_text import plan_text
+from autopar.runtime.agreement import agree, parts_of
 from autopar.runtime.comm import Alone, Communicator
 from autopar.runtime.deferred import DeferredModule
 from autopar.runtime.groups import communicator, init_ranks
@@ -307,6 +308,7 @@ def _compiled(
     mesh = mesh_of(plan)
     if mesh.size > 1:
         init_ranks()
+        agree(parts_of(plan, source))
     rt = communicator(mesh) if mesh.size > 1 else Alone(mesh, torch.device("cpu"))
     rt.seed = options.seed
     return ParallelModule(
@@ -333,7 +335,10 @@ def _other_mode(
             model.train(before)
         pins = {**options.pins, **plan.mesh.axes, **{name: p.layout for name, p in plan.parameters.items()}}
         found = plan_captured(captured, cluster, options=replace(options, pins=pins))
-        return captured, found, emit_captured(captured, found)
+        source = emit_captured(captured, found)
+        if mesh_of(found).size > 1:
+            agree(parts_of(found, source))
+        return captured, found, source
 
     return recompile
 

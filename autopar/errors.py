@@ -35,6 +35,13 @@ class InputError(UserError):
     """Call arguments that do not fit the captured model (missing, of another shape, a changed flag)."""
 
 
+class CertificateError(UserError):
+    """Ranks would not issue the same collectives, a send has no receive, or ranks wait in a circle; names the lines.
+
+    An emitted program that somebody edited is the usual reason.
+    """
+
+
 class InfeasibleError(AutoparError):
     """No plan fits the memory limit. Carries what would.
 

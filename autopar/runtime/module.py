@@ -16,9 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError, PlanError
 from autopar.ir.graph import CapturedGraph, InputKind, OutputKind
-from autopar.ir.layout import Layout, parse_layout
+from autopar.ir.layout import Layout, local_shape, parse_layout
+from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Source
+from autopar.runtime.certificate import Arguments, certified
 from autopar.runtime.comm import Communicator
 from autopar.runtime.loaded import Executable
 from autopar.runtime.parameters import Weights, placements, storage_layouts, unwrap, wrap
@@ -139,11 +141,19 @@ class _State:
         self._programs: dict[bool, _Program] = {}
 
     def add(self, captured: CapturedGraph, source: Source) -> None:
-        """Make a captured mode ready to run. PlanError if it is not for this mesh."""
+        """Make a captured mode ready to run.
+
+        Raises:
+            PlanError: it is not for this mesh.
+            CertificateError: ranks would not meet in the same collectives.
+        """
         executable = Executable(source, captured.model_name)
         mesh = self.rt.mesh
         if executable.axes != tuple((a.name, a.size) for a in mesh.axes):
             raise PlanError(f"the source is for mesh {executable.axes}, the ranks form {mesh}")
+        if mesh.size > 1:
+            sources = {line: place.source for line, place in source.lines.items() if place.source}
+            certified(source.text, mesh, _arguments(captured, executable, mesh), sources)
         values = captured.top.values()
         outs = [o for o in captured.top.outputs if o.kind is OutputKind.OUTPUT]
         tangents = {i.target: i for i in captured.top.inputs if i.kind is InputKind.TANGENT}
@@ -197,6 +207,23 @@ class _State:
         """Write new values into the model's buffers."""
         for name, value in zip(executable.updates, values, strict=True):
             self.weights.buffers[self.weights.first[name]].copy_(value)
+
+
+def _arguments(captured: CapturedGraph, executable: Executable, mesh: Mesh) -> Arguments:
+    """Shapes of this rank's pieces of all that the emitted functions are given."""
+    metas = {(i.kind, i.target): i.value.meta for i in captured.top.inputs}
+
+    def pieces(kind: InputKind, layouts: Mapping[str, str]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        wholes = ((metas[kind, name], text) for name, text in layouts.items())
+        return tuple((m.dtype, local_shape(m.shape, parse_layout(text, mesh), mesh)) for m, text in wholes)
+
+    return Arguments(
+        parameters=pieces(InputKind.PARAMETER, executable.parameters),
+        buffers=pieces(InputKind.BUFFER, executable.buffers),
+        constants=pieces(InputKind.CONSTANT, executable.constants),
+        inputs=pieces(InputKind.INPUT, executable.inputs),
+        tangents=pieces(InputKind.TANGENT, executable.tangents),
+    )
 
 
 class _Run(torch.autograd.Function):

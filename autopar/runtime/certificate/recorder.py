@@ -1,0 +1,66 @@
+"""A rank that talks to nobody: tensors without data, and a note of every collective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from autopar.ir.mesh import Mesh
+from autopar.runtime.certificate.calls import Call, Where
+from autopar.runtime.comm import Communicator
+
+NOWHERE = Where(line=0, function="", text="")
+
+
+@dataclass
+class Notes:
+    """Calls so far, and the line that runs now."""
+
+    calls: list[Call] = field(default_factory=list)
+    where: Where = NOWHERE
+    branches: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, x: Tensor, axis: str = "", peer: int = -1) -> None:
+        """Note one call with tensor `x`."""
+        where = replace(self.where, branch=self.branches[-1]) if self.branches else self.where
+        dtype = str(x.dtype).removeprefix("torch.")
+        self.calls.append(Call(kind=kind, axis=axis, peer=peer, shape=tuple(x.shape), dtype=dtype, where=where))
+
+
+class Recorder(Communicator):
+    """`rt` of a rank while its program is read: the real one's steps down to what goes over the wire, on "meta".
+
+    `send` and `receive` are the words for programs of pipeline stages: send(x, rank), receive(shape, dtype, rank).
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, notes: Notes) -> None:
+        super().__init__(mesh, rank, torch.device("meta"))
+        self.notes = notes
+
+    def _reduce(self, x: Tensor, axis: str, largest: bool) -> Tensor:
+        self.notes.add("all_reduce_max" if largest else "all_reduce", x, axis)
+        return torch.empty_like(x)
+
+    def _gather(self, x: Tensor, axis: str) -> Tensor:
+        self.notes.add("all_gather", x, axis)
+        return x.new_empty((self.size(axis), *x.shape))
+
+    def _scatter(self, x: Tensor, axis: str) -> Tensor:
+        self.notes.add("reduce_scatter", x, axis)
+        return x.new_empty(x.shape[1:])
+
+    def _exchange(self, x: Tensor, axis: str) -> Tensor:
+        self.notes.add("all_to_all", x, axis)
+        return torch.empty_like(x)
+
+    def send(self, x: Tensor, rank: int) -> None:
+        """Hand x to another rank; waits until it has taken it."""
+        self.notes.add("send", x, peer=rank)
+
+    def receive(self, shape: list[int], dtype: torch.dtype, rank: int) -> Tensor:
+        """A tensor from another rank."""
+        x = torch.empty(shape, dtype=dtype, device=self.device)
+        self.notes.add("receive", x, peer=rank)
+        return x
