@@ -5,12 +5,25 @@ Where a bias is added under a cut contraction only one rank adds it (tag "bias_o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from autopar.ir.graph import Node
 from autopar.ir.layout import P, Placement, R, S
 from autopar.ir.strategy import Rule
-from autopar.ops.entry import Flops, LocalCall, LocalContext, Metas, OpEntry, OutMetas, broadcast_cut, out_shape, rule
+from autopar.ops.entry import (
+    Flops,
+    LocalCall,
+    LocalContext,
+    Metas,
+    OpEntry,
+    OutMetas,
+    arg,
+    broadcast_cut,
+    dim_of,
+    out_shape,
+    rule,
+)
 
 BIAS_ONCE = "bias_once"
 
@@ -84,6 +97,28 @@ def _batch(shape: tuple[int, ...], out: tuple[int, ...], dim: int) -> Placement:
     return S(own) if own >= 0 and shape[own] != 1 else R
 
 
+def _tensordot(node: Node, metas: Metas) -> Iterator[Rule]:
+    """tensordot(a, b, dims of a, dims of b) -> the other dims of a, then those of b."""
+    pairs = list(zip(*_contracted(node, metas), strict=True))
+    a, b = ([d for d in range(len(m.shape)) if d not in (p[k] for p in pairs)] for k, m in enumerate(metas))
+    yield from (rule((S(d), S(e)), P) for d, e in pairs)
+    yield from (rule((S(d), R), S(k)) for k, d in enumerate(a))
+    yield from (rule((R, S(d)), S(len(a) + k)) for k, d in enumerate(b))
+    yield rule((P, R), P)
+    yield rule((R, P), P)
+
+
+def _contracted(node: Node, metas: Metas) -> list[list[int]]:
+    return [[dim_of(d, len(m.shape)) for d in arg(node, 2 + k, "dims")] for k, m in enumerate(metas)]
+
+
+def _tensordot_flops(node: Node, inputs: Metas, outputs: OutMetas) -> float:
+    """2 · output elements · contracted size."""
+    out = outputs[0]
+    assert out is not None
+    return 2.0 * out.numel * math.prod(inputs[0].shape[d] for d in _contracted(node, inputs)[0])
+
+
 def _dot(node: Node, metas: Metas) -> Iterator[Rule]:
     yield rule((S(0), S(0)), P)
 
@@ -136,6 +171,7 @@ MATMULS: Mapping[str, OpEntry] = {
     "aten.baddbmm.default": _ADD_PRODUCT,
     "aten.linear.default": OpEntry(rules=_linear, local=_local_linear, flops=_flops_of(0)),
     "aten.matmul.default": OpEntry(rules=_matmul, flops=_flops_of(0)),
+    "aten.tensordot.default": OpEntry(rules=_tensordot, flops=_tensordot_flops),
     "aten.dot.default": OpEntry(rules=_dot, flops=_flops_of(0)),
     "aten.mv.default": OpEntry(rules=_mv, flops=_flops_of(0)),
     "transformers.grouped_mm_fallback.default": OpEntry(rules=_grouped, flops=_flops_of(0)),

@@ -30,6 +30,7 @@ from autopar.tracer.rig import Rig, attributes_kept, cast, refuse_changes, route
 from autopar.tracer.signature import Inputs, call_signature, captured_dtype, dtype_name, read_inputs, read_outputs
 from autopar.tracer.simplify import cancel_transposes
 from autopar.tracer.torch_private import capture_flags, enable_python_dispatcher
+from autopar.tracer.unflatten import unflatten
 from autopar.tracer.wide import Wide
 
 Notes = tuple[tuple[str, str, str], ...]
@@ -81,13 +82,13 @@ def capture(
 
 
 def _tidied(captured: CapturedGraph) -> CapturedGraph:
-    """Pairs of transposes cancelled; views and casts of parameters made again in the backward."""
+    """Transposes cancelled in pairs, ops moved before flattening views, views of parameters made again in backward."""
     blocks = tuple(replace(b, graph=_tidy(b.graph)) for b in captured.blocks)
     return replace(captured, top=_tidy(captured.top), blocks=blocks)
 
 
 def _tidy(graph: Graph) -> Graph:
-    return remake_parameter_views(cancel_transposes(graph))
+    return remake_parameter_views(unflatten(cancel_transposes(graph)))
 
 
 @dataclass(frozen=True, slots=True)

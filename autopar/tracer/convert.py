@@ -300,10 +300,11 @@ class Converter:
         numbers = [first, *(n for n, _ in row)]
         if phase is Phase.FORWARD:
             last = self.outputs_of[node]
-            inputs, outputs = [self._arg(node.args[3])], []
+            inputs: list[tuple[Any, ...]] = [self._arg(node.args[3])]
+            outputs: list[tuple[Value | None, ...]] = []
             for _, fed in row:
                 assert last[0] is not None
-                made = Value(self._fresh(node.name), last[0].meta)
+                made = Value(self._fresh(f"out_{self.instances[numbers[len(outputs)]]}"), last[0].meta)
                 outputs.append((made,))
                 inputs.append((*inputs[-1][:fed], Ref(made.name), *inputs[-1][fed + 1 :]))
             self.inputs_of_row[first] = inputs
@@ -314,7 +315,8 @@ class Converter:
         for number, given in zip(reversed(numbers), reversed(self.inputs_of_row[first]), strict=True):
             gradients = self.outputs_of[node][1:]
             if number != first:
-                gradients = tuple(Value(self._fresh(node.name), g.meta) for g in gradients if g is not None)
+                wanted = f"grad_{self.instances[number]}"
+                gradients = tuple(Value(self._fresh(wanted), g.meta) for g in gradients if g is not None)
             args = (*given, *self._constants_of(use), *tangents)
             self._add_call(use, number, node, args, self._with_slots(use, number, gradients), source)
             tangents = tuple(Ref(g.name) for g in gradients if g is not None)

@@ -24,13 +24,13 @@ def cancel_transposes(graph: Graph) -> Graph:
                 continue
             made_from[out.name] = ref
         nodes.append(node)
-    outputs = tuple(_output(o, same) for o in graph.outputs)
+    outputs = tuple(output_of(o, same) for o in graph.outputs)
     read = {ref for node in nodes for ref in node.refs} | {o.value for o in outputs if o.value is not None}
     kept = tuple(n for n in nodes if n.op != TRANSPOSE or n.outputs[0] is None or n.outputs[0].name in read)
     return replace(graph, nodes=kept, outputs=outputs)
 
 
-def _output(output: GraphOutput, same: dict[str, str]) -> GraphOutput:
+def output_of(output: GraphOutput, same: dict[str, str]) -> GraphOutput:
     """`target` of a gradient names an input, which is never renamed."""
     if output.value is None or output.kind is OutputKind.BUFFER_UPDATE:
         return output

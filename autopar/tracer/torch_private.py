@@ -68,6 +68,15 @@ def torch_decompositions(names: Sequence[str]) -> dict[Any, Callable[..., Any]]:
     }
 
 
+@cache
+def is_pointwise(name: str) -> bool:
+    """Whether torch says that an op ("aten.add.Tensor") works element by element."""
+    op: Any = torch.ops
+    for part in name.split("."):
+        op = getattr(op, part, None)
+    return torch.Tag.pointwise in getattr(op, "tags", ())
+
+
 def storage_key(tensor: Tensor) -> int:
     """Equal for tensors that share memory."""
     return int(tensor.untyped_storage()._cdata)

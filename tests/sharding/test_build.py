@@ -54,12 +54,12 @@ def node_of(model: str, op: str, path: str, phase: str = "forward") -> tuple[str
 @pytest.mark.parametrize(
     ("op", "path", "phase", "wanted"),
     [
-        ("aten.mm.default", "up_proj", "forward", "dp:S(0) tp:R, dp:R tp:S(1) -> dp:S(0) tp:S(1)"),  # column
-        ("aten.mm.default", "down_proj", "forward", "dp:S(0) tp:S(1), dp:R tp:S(0) -> dp:S(0) tp:P"),  # row
+        ("aten.matmul.default", "up_proj", "forward", "dp:S(0) tp:R, dp:R tp:S(1) -> dp:S(0) tp:S(2)"),  # column
+        ("aten.matmul.default", "down_proj", "forward", "dp:S(0) tp:S(2), dp:R tp:S(0) -> dp:S(0) tp:P"),  # row
         ("aten.embedding.default", "embed_tokens", "forward", "dp:R tp:S(0), dp:S(0) tp:R -> dp:S(0) tp:P"),
-        ("aten._log_softmax.default", "", "forward", "dp:S(0) tp:S(1) -> dp:S(0) tp:S(1)"),  # cut vocabulary
-        ("autopar.pick.default", "", "forward", "dp:S(0) tp:S(1), dp:S(0) tp:R -> dp:S(0) tp:P"),
-        ("autopar.place.default", "", "backward", "dp:S(0) tp:R, dp:S(0) tp:R -> dp:S(0) tp:S(1)"),
+        ("aten._log_softmax.default", "", "forward", "dp:S(0) tp:S(2) -> dp:S(0) tp:S(2)"),  # cut vocabulary
+        ("autopar.pick.default", "", "forward", "dp:S(0) tp:S(2), dp:S(0) tp:R -> dp:S(0) tp:P"),
+        ("autopar.place.default", "", "backward", "dp:S(0) tp:R, dp:S(0) tp:R -> dp:S(0) tp:S(2)"),
         ("aten.rsqrt.default", "input_layernorm", "forward", "dp:S(0) tp:S(1) -> dp:S(0) tp:S(1)"),  # sequence
     ],
 )
@@ -78,17 +78,28 @@ def test_matrices_are_stored_cut_on_tp_and_cut_or_whole_on_dp() -> None:
 
 
 def test_weight_gradients_are_sums_over_the_batch() -> None:
-    graph, node = node_of("llama", "aten.mm.default", "up_proj", "backward")
+    graph, node = node_of("llama", "aten.tensordot.default", "up_proj", "backward")
     assert any(s.outputs[0].on("dp").kind.value == "P" for s in table("llama", dp=2, tp=2).nodes[graph][node.name])
 
 
 def test_batch_stays_cut_on_dp_and_is_never_cut_on_tp() -> None:
     for graph in captured("llama").graphs:
         for node in graph.nodes:
-            if node.op in ("aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"):
+            if node.op in ("aten.matmul.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"):
                 for strategy in table("llama", dp=2, tp=2).nodes[graph.name][node.name]:
                     assert any(str(x.on("dp")).startswith("S") for x in strategy.inputs)
                     assert str(strategy.inputs[0].on("tp")) != str(strategy.inputs[0].on("dp"))
+
+
+def test_the_sequence_stays_cut_on_cp_through_matrices() -> None:
+    """A view to [batch · sequence, features] before each of them would end it."""
+    strategies = table("llama", dp=2, cp=2).nodes
+    for graph in captured("llama").graphs:
+        for node in graph.nodes:
+            if node.op == "aten.matmul.default":
+                assert all(str(s.inputs[0].on("cp")) == "S(1)" for s in strategies[graph.name][node.name])
+            if node.op == "aten.tensordot.default":
+                assert any(str(s.outputs[0].on("cp")) == "P" for s in strategies[graph.name][node.name])
 
 
 def test_convolutions_can_be_cut_by_batch_and_by_channels() -> None:
@@ -146,7 +157,7 @@ def test_pins_restrict_storage_and_use() -> None:
     found = build_table(captured("llama"), mesh(dp=2, tp=2), options, rules=CACHE)
     assert [str(x) for x in found.storage["model.layers.0.mlp.up_proj.weight"]] == ["dp:S(0) tp:S(1)"]
     assert {x.on("dp").kind.value for x in found.storage["lm_head.weight"]} == {"S"}
-    graph, node = node_of("llama", "aten.mm.default", "up_proj")
+    graph, node = node_of("llama", "aten.matmul.default", "up_proj")
     assert {str(s.inputs[1].on("tp")) for s in found.nodes[graph][node.name]} == {"S(0)"}
 
 
