@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar import codegen, sharding, tracer
 from autopar.cost_model.answer import make_plan
@@ -30,6 +30,7 @@ from autopar.ir.problem import Problem, evaluate
 from autopar.ir.program import Source
 from autopar.ir.solution import Solution, Status
 from autopar.ir.strategy import Note, StrategyTable
+from autopar.ops.lowering import is_random
 from autopar.present.plan_text import plan_text
 from autopar.runtime.agreement import agree, parts_of
 from autopar.runtime.comm import Alone, Communicator
@@ -37,8 +38,11 @@ from autopar.runtime.deferred import DeferredModule
 from autopar.runtime.groups import communicator, init_ranks
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.threads import run_threads
+from autopar.runtime.watch import Seen, Watcher, aligned, missing, watched
 from autopar.solver import LeastMemory, largest_terms, minimise_memory, relaxation_bound_us, solve
-from autopar.verification import Trained, VerifyReport, compare, reference, train
+from autopar.verification import TOLERANCE, Trained, VerifyReport, compare, objective, reference, train
+from autopar.verification.bisect import Bisection
+from autopar.verification.bisect import bisect as bisect_values
 
 # A plan prints as the table that people read; `ir` itself knows no tables.
 Plan.__str__ = plan_text  # type: ignore[method-assign,assignment]
@@ -377,13 +381,19 @@ def verify(
     cluster: description.ClusterSpec | None = None,
     captured: CapturedGraph | None = None,
     steps: int = 3,
+    bisect: bool = False,
 ) -> VerifyReport:
-    """Run a plan on in-process ranks beside one device and compare. `plan` None: searched, on `cluster` or here."""
+    """Run a plan on in-process ranks beside one device and compare. `plan` None: searched, on `cluster` or here.
+
+    Args:
+        bisect: compare every value of one forward and backward as well, and name the first op that goes wrong.
+    """
     options = options or Options()
     captured = captured or capture(model, example_inputs, options=options)
     if plan is None:
         plan = plan_captured(captured, cluster or local_cluster(ranks), options=options)
-    return verify_source(captured, plan, emit_captured(captured, plan), model, example_inputs, steps=steps)
+    source = emit_captured(captured, plan)
+    return verify_source(captured, plan, source, model, example_inputs, steps=steps, bisect=bisect)
 
 
 def verify_source(
@@ -395,6 +405,7 @@ def verify_source(
     *,
     steps: int = 3,
     timeout_s: float = 600.0,
+    bisect: bool = False,
 ) -> VerifyReport:
     """As `verify`, for emitted source: every rank's results are compared, so replicas that differ are seen."""
 
@@ -409,7 +420,86 @@ def verify_source(
 
     expected = reference(model, lambda m: _called(m, example_inputs), steps)
     found = run_threads(mesh_of(plan), rank, timeout_s=timeout_s)
-    return compare(expected, found, {name: p.layout for name, p in plan.parameters.items()})
+    report = compare(expected, found, {name: p.layout for name, p in plan.parameters.items()})
+    if not bisect:
+        return report
+    bisection = bisect_source(captured, plan, source, model, example_inputs, timeout_s=timeout_s)
+    if bisection.first is None and report.first_difference is not None:
+        elsewhere = (
+            f"{report.first_difference.name} differs all the same: look at what goes into and out of the program"
+        )
+        if _captured_differs(captured, model, example_inputs, expected):
+            elsewhere = "the captured graph does not compute what the model computes: that is a bug in the capture"
+        bisection = replace(bisection, elsewhere=elsewhere)
+    return replace(report, bisection=bisection)
+
+
+def bisect_source(
+    captured: CapturedGraph,
+    plan: Plan,
+    source: Source,
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...],
+    *,
+    timeout_s: float = 600.0,
+) -> Bisection:
+    """The first op of one forward and backward, on any rank, whose result is not one device's.
+
+    `source` may be edited: its lines are told apart by what is emitted for the plan. Every value is kept on both sides.
+    """
+    program = codegen.lower(captured, plan, mesh_of(plan))
+    original = codegen.emit(program)
+    made = aligned(original, source.text)
+    talking = watched(source, made)
+
+    def rank(rt: Communicator) -> Sequence[Seen]:
+        watcher = Watcher()
+        module = ParallelModule(captured, plan, talking, model, rt)
+        watcher.attach(rt)
+        objective(_called(module, example_inputs)).backward()  # type: ignore[no-untyped-call]
+        return watcher.seen
+
+    seen = run_threads(mesh_of(plan), rank, timeout_s=timeout_s)
+    found = bisect_values(
+        captured, program, source, made, seen, lambda watch: _interpreted(captured, model, example_inputs, watch),
+        TOLERANCE, is_random,
+    )  # fmt: skip
+    return replace(found, missing=missing(original, source.text))
+
+
+def _interpreted(
+    captured: CapturedGraph, model: nn.Module, example_inputs: Mapping[str, Any] | tuple[Any, ...], watch: tracer.Watch
+) -> tracer.Result:
+    """The captured graph on one device, with the gradients of `objective`."""
+    args, kwargs = _call(example_inputs)
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    dtypes = {p.name: p.meta.dtype for p in captured.parameters} | {b.name: b.meta.dtype for b in captured.buffers}
+    held = {name: named[name].detach().clone().to(getattr(torch, dtype)) for name, dtype in dtypes.items()}
+    signature = captured.signature
+
+    def tangents(outputs: list[Tensor]) -> list[Tensor]:
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_(d) for x, d in zip(outputs, signature.differentiable, strict=True)]
+            wanted = [x for x in leaves if x.requires_grad]
+            found = torch.autograd.grad(objective(signature.rebuild(leaves)), wanted, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
+
+    return tracer.interpret(captured, held, held, signature.flatten(args, kwargs), tangents, watch)
+
+
+def _captured_differs(
+    captured: CapturedGraph,
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...],
+    expected: Trained,
+) -> bool:
+    """True if the captured graph's gradients, on one device, are not the model's own."""
+    found = _interpreted(captured, model, example_inputs, lambda call, name, node, value: value).gradients
+    mine = replace(expected, gradients={name: found.get(name) for name in expected.gradients})
+    return not compare(expected, [mine], {}).ok
 
 
 def _called(module: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Any:

@@ -214,6 +214,8 @@ def verify(
     model: Annotated[str | None, Parameter(help="For a plan: the model, if its name isn't in the plan.")] = None,
     seq: Seq = None,
     global_batch: Batch = None,
+    bisect: Annotated[bool, Parameter(help="Compare every value too, and name the first op that goes wrong.")] = False,
+    all_: Annotated[bool, Parameter(name="--all", help="Every tensor, in the model's order.")] = False,
     json_: Json = False,
 ) -> None:
     """Run a plan on CPU ranks beside one device: compare loss, gradients, and what optimizer steps leave."""
@@ -255,28 +257,36 @@ def verify(
             options=options,
             plan=plan,
             steps=steps,
+            bisect=bisect,
         )
-    _show_report(report, source, ranks or 2, json_)
+    _show_report(report, source, ranks or 2, json_, all_)
     if not report.ok:
         raise SystemExit(1)
 
 
-def _show_report(report: Any, source: ModelSource, ranks: int, as_json: bool) -> None:
+def _show_report(report: Any, source: ModelSource, ranks: int, as_json: bool, every: bool) -> None:
     rows = [{"name": r.name, "layout": r.layout, "error": r.error, "tolerance": r.tolerance} for r in report.rows]
     first = report.first_difference
     if as_json:
         data = {"ok": report.ok, "model": source.name, "note": source.note, "ranks": ranks, "rows": rows}
-        print(json.dumps({**data, "first_difference": str(first) if first else None}, indent=1))
+        data["first_difference"] = str(first) if first else None
+        if report.bisection is not None:
+            data["bisection"] = msgspec.to_builtins(report.bisection)
+        print(json.dumps(data, indent=1))
         return
     from autopar.present.tables import verify_table
 
     console = Console(highlight=False)
     console.print(f"{source.name} on {ranks} ranks beside one device{f'; {source.note}' if source.note else ''}")
-    console.print(verify_table(report.rows))
+    console.print(verify_table(report.rows, every))
     if report.ok:
-        console.print(f"[green]same numbers:[/] {len(rows)} tensors within tolerance, the worst shown")
+        shown = "all" if every else "the worst"
+        console.print(f"[green]same numbers:[/] {len(rows)} tensors within tolerance, {shown} shown")
     else:
-        console.print(f"[red]differs[/], first: {first}")
+        wrong = sum(not r.ok for r in report.rows)
+        console.print(f"[red]{wrong} of {len(rows)} tensors differ[/], first: {' '.join(str(first).split())}")
+    if report.bisection is not None:
+        console.print(f"\n{report.bisection}", markup=False)
 
 
 @app.command

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from autopar.cli import main
@@ -225,24 +224,55 @@ def test_nothing_fits(capsys: Capture, tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_verify_says_what_differs(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+BAD_ROW = ("gradient h.0.w", "tp:S(0)", 0.5, 1e-5)
+
+
+@pytest.fixture
+def wrong_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` finds one of 31 tensors wrong."""
     from autopar import api
+    from autopar.ir.graph import Phase
+    from autopar.verification import Row, VerifyReport
+    from autopar.verification.bisect import Bisection, Difference
 
-    class Row(msgspec.Struct):
-        name: str
-        layout: str
-        error: float
-        tolerance: float
+    first = Difference(
+        phase=Phase.FORWARD, op="aten.mm.default", module_path="h.0", source="m.py:3", line=9, text="mm = x[0]",
+        function="forward", value="mm", layout="tp:R", ranks=(0,), error=0.5, tolerance=1e-5, inputs=(),
+        right_for_inputs=False,
+    )  # fmt: skip
+    rows = (Row("loss", "", 0.0, 1e-5), *(Row(f"w{k}", "tp:R", 1e-7, 1e-5) for k in range(28)), Row(*BAD_ROW),
+            Row("counter", "", 0.0, 0.0))  # fmt: skip
 
-    class Report(msgspec.Struct):
-        ok: bool
-        rows: list[Row]
-        first_difference: Row
+    def verify(*args: Any, bisect: bool = False, **options: Any) -> VerifyReport:
+        return VerifyReport(2, rows, Bisection(first=first, compared=40, drawn=0) if bisect else None)
 
-    bad = Row("gradient h.0.w", "tp:S(0)", 0.5, 1e-5)
-    monkeypatch.setattr(api, "verify", lambda *a, **k: Report(False, [Row("loss", "", 0.0, 1e-5), bad], bad))
+    monkeypatch.setattr(api, "verify", verify)
+
+
+def test_verify_says_what_differs(capsys: Capture, wrong_report: None) -> None:
     code, out, _ = run(capsys, "verify", "gpt2")
     assert code == 1
-    assert "differs" in out
-    assert "gradient h.0.w" in out
+    assert "1 of 31 tensors differ" in out
+    lines = [line for line in out.splitlines() if line.startswith(("ok ", "differs "))]
+    assert len(lines) == 12
+    assert lines[0].split() == ["differs", "5.0e-01", "1e-05", "gradient", "h.0.w", "tp:S(0)"]
     assert "tiny config of the same architecture" in out
+    assert "first wrong op" not in out
+
+
+def test_verify_shows_every_tensor(capsys: Capture, wrong_report: None) -> None:
+    code, out, _ = run(capsys, "verify", "gpt2", "--all", "--bisect")
+    names = [line.split()[3] for line in out.splitlines() if line.startswith(("ok ", "differs "))]
+    assert names == ["loss", *(f"w{k}" for k in range(28)), "gradient", "counter"]
+    assert "first wrong op: aten.mm.default in the forward of h.0" in out
+    assert "emitted line  9 (forward): mm = x[0]" in out
+    code, out, _ = run(capsys, "verify", "gpt2", "--bisect", "--json")
+    data = json.loads(out)
+    assert code == 1
+    assert (len(data["rows"]), data["bisection"]["first"]["line"]) == (31, 9)
+
+
+def test_verify_bisects(capsys: Capture) -> None:
+    code, out, err = run(capsys, "verify", "gpt2", "--pin", "tp=2", "--steps", "1", "--bisect")
+    assert (code, err) == (0, "")
+    assert "values of forward and backward compared: all as on one device" in " ".join(out.split())

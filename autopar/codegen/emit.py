@@ -12,7 +12,20 @@ from autopar.codegen import tables
 from autopar.codegen.render import call, collective, gives_list, shape, short
 from autopar.codegen.roll import Alias, Item, Loop, roll
 from autopar.ir.graph import Phase
-from autopar.ir.program import CallBlock, Compute, Convert, Free, Function, Local, Place, Program, Source
+from autopar.ir.program import (
+    CallBlock,
+    Compute,
+    Convert,
+    Free,
+    Function,
+    Local,
+    Made,
+    Place,
+    Program,
+    Source,
+    Step,
+    Turn,
+)
 
 INDENT = "    "
 OWN = frozenset({"aten", "prims", "local_ops"})
@@ -24,6 +37,7 @@ class _Text:
 
     lines: list[str] = field(default_factory=list)
     places: dict[int, Place] = field(default_factory=dict)
+    made: dict[int, Made] = field(default_factory=dict)
 
     def add(self, line: str = "", place: Place | None = None) -> None:
         self.lines.append(line)
@@ -44,7 +58,7 @@ def emit(program: Program) -> Source:
     text.add()
     for line in tables.parameter_rows(program):
         text.add(line)
-    return Source(text="\n".join(text.lines) + "\n", lines=text.places)
+    return Source(text="\n".join(text.lines) + "\n", lines=text.places, made=text.made)
 
 
 def _head(program: Program) -> Iterable[str]:
@@ -87,6 +101,8 @@ class _Writer:
         if not function.block:
             self.items, self.renamed = roll(function.steps, self.keep)
         self.stored: set[int] = set()
+        self.steps: list[Step] = [s for s in function.steps if not isinstance(s, Free)]
+        self.turns: list[Step] = []
 
     def write(self) -> None:
         fn = self.function
@@ -103,6 +119,8 @@ class _Writer:
             path = f"{tables.instances_name(fn.block)}[i]" if fn.block else '""'
             self._line(1, f"rt.instance = {path}", note="names the random draws")
         for item in self.items:
+            if isinstance(item, (Compute, Convert, CallBlock)):
+                self.turns = [self.steps.pop(0)]
             self._item(item, 1)
         if drawing and fn.block:
             self._line(1, 'rt.instance = ""')
@@ -173,11 +191,13 @@ class _Writer:
                     outs = f"[{outs}]"
                 note = "; ".join(shape(o) for o in item.outputs if o is not None)
                 self._line(depth, f"{outs} = {call(item, self.renamed)}", item.place, note)
+                self._note(item, item.function)
             case Convert():
                 self._heading(item.place, depth)
-                for part in item.steps:
+                for at, part in enumerate(item.steps):
                     right = collective(part, self.renamed)
                     self._line(depth, f"{self._name(part.after)} = {right}", item.place, shape(part.after))
+                    self._note(item, str(part.step), at)
             case Free():
                 self._line(depth, f"del {', '.join(self.renamed.get(n, n) for n in item.names)}")
             case Alias():
@@ -186,6 +206,18 @@ class _Writer:
                 self._loop(item, depth)
             case CallBlock():
                 self._call(item, depth, str(item.index))
+
+    def _note(self, item: Step, op: str, part: int = 0) -> None:
+        """What the line just written makes, in each turn of its loop."""
+        reads, names = (tuple(map(self._name, side)) for side in _sides(item, part))
+        turns = []
+        for step in self.turns:
+            assert not isinstance(step, Free)
+            inputs, outputs = _sides(step, part)
+            turns.append(Turn(key=step.place.key, inputs=inputs, outputs=outputs))
+        self.text.made[len(self.text.lines)] = Made(
+            function=self.function.name, op=op, reads=reads, names=names, turns=tuple(turns)
+        )
 
     def _heading(self, place: Place, depth: int) -> None:
         group = (place.module_path, place.source)
@@ -198,7 +230,13 @@ class _Writer:
         counted = f"range({first}, {last + 1})" if step > 0 else f"reversed(range({last}, {first + 1}))"
         self.group = ("", "")
         self._line(depth, f"for i in {counted.replace('range(0, ', 'range(')}:")
+        body = sum(not isinstance(item, Free) for item in loop.body)
+        mine, self.steps = self.steps[: body * len(loop.indices)], self.steps[body * len(loop.indices) :]
+        at = 0
         for item in loop.body:
+            if not isinstance(item, Free):
+                self.turns = mine[at::body]
+                at += 1
             if isinstance(item, CallBlock):
                 self._call(item, depth + 1, "i")
                 rows = self.program.block_parameters[item.block]
@@ -218,11 +256,13 @@ class _Writer:
         if step.phase is Phase.FORWARD:
             args = ", ".join(["rt", index, given, *names])
             self._line(depth, f"{', '.join([*outs, saved])} = {step.function}({args})", step.place, note)
+            self._note(step, step.function)
             return
         args = ", ".join(["rt", index, given, saved, *names])
         direct = self._direct(step)
         left = "weights" if direct else "[" + ", ".join(self._name(g) for g in step.gradients) + "]"
         self._line(depth, f"{', '.join([*outs, left])} = {step.function}({args})", step.place, note)
+        self._note(step, step.function)
         if direct and step.parameters:
             self._line(depth, f"for k, gradient in zip({rows}, weights, strict=True):")
             self._line(depth + 1, "gradients[k] = gradient")
@@ -252,6 +292,18 @@ class _Writer:
                 if gradient is not None and position not in self.stored:
                     self._line(1, f"gradients[{position}] = {self._name(gradient)}")
             self._line(1, "return gradients")
+
+
+def _sides(step: Step, part: int) -> tuple[tuple[Local | None, ...], tuple[Local | None, ...]]:
+    """(what a step reads, what it makes); of a conversion, its step number `part`."""
+    match step:
+        case Convert():
+            before = step.before if part == 0 else step.steps[part - 1].after
+            return (before,), (step.steps[part].after,)
+        case Compute() | CallBlock():
+            return step.inputs, step.outputs
+        case Free():
+            return (), ()
 
 
 _DOCS = {

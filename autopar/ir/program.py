@@ -6,7 +6,7 @@ A `Local` is one version of a value: the value in one layout, under the Python n
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.ir.graph import Phase, TensorMeta
@@ -208,8 +208,35 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one run of a line works on: versions of values by position, None where nothing is kept. `key`: of the op."""
+
+    key: str
+    inputs: tuple[Local | None, ...]
+    outputs: tuple[Local | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What a line of an emitted function makes.
+
+    Attributes:
+        function: name of the function; `op`: the op, or the step of a conversion.
+        reads, names: the variables that the line reads and sets, in the order of each turn's inputs and outputs.
+        turns: one for each turn of the loop that the line is in; one, outside.
+    """
+
+    function: str
+    op: str
+    reads: tuple[str, ...]
+    names: tuple[str, ...]
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Emitted Python. `lines` maps line numbers (from 1) to where the line comes from."""
+    """Emitted Python. `lines` maps line numbers (from 1) to where the line comes from, `made` to what it makes."""
 
     text: str
     lines: Mapping[int, Place]
+    made: Mapping[int, Made] = field(default_factory=dict)

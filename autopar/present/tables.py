@@ -86,14 +86,18 @@ class VerifyRow(Protocol):
         """Most that is allowed."""
 
 
-def verify_table(rows: Sequence[VerifyRow]) -> Table:
-    """What fails, then what comes closest to failing; at most ROWS_SHOWN."""
+def verify_table(rows: Sequence[VerifyRow], every: bool = False) -> Table:
+    """Every row in the model's order; or all that fail, worst first, and up to ROWS_SHOWN those closest to failing."""
 
     def badness(row: VerifyRow) -> float:
-        return math.inf if math.isnan(row.error) else row.error / row.tolerance
+        if math.isnan(row.error) or (row.tolerance == 0 and row.error > 0):
+            return math.inf
+        return row.error / row.tolerance if row.tolerance else 0.0
 
     table = plain_table("", "error", "allowed", "tensor", "layout", right=("error", "allowed"))
-    for row in sorted(rows, key=badness, reverse=True)[:ROWS_SHOWN]:
+    failing = sum(badness(row) > 1 for row in rows)
+    worst = sorted(rows, key=badness, reverse=True)[: max(failing, ROWS_SHOWN)]
+    for row in rows if every else worst:
         mark = "[green]ok" if badness(row) <= 1 else "[red]differs"
         table.add_row(mark, f"{row.error:.1e}", f"{row.tolerance:.0e}", row.name, row.layout)
     return table

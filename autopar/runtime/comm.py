@@ -7,6 +7,7 @@ do. An axis is a name, or a tuple of names, slowest first, where a dim is cut by
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ from autopar.ir.reshard import Collective, plan_reshard
 Axis = str | tuple[str, ...]
 
 
+def _unwatched(line: int, instance: int, values: Mapping[str, object], before: bool) -> None:
+    """Nobody wants to know."""
+
+
 class Communicator(ABC):
     """`rt` in emitted code: one rank's place in the mesh and its way to the others.
 
@@ -25,6 +30,7 @@ class Communicator(ABC):
         mesh, rank, device.
         seed, step: what random ops draw from, together with their key and global positions.
         instance: module path of the block instance that runs now, "" outside blocks.
+        watch: told of every value by a program that `runtime.watch` made talk.
     """
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
@@ -34,6 +40,7 @@ class Communicator(ABC):
         self.seed = 0
         self.step = 0
         self.instance = ""
+        self.watch: Callable[[int, int, Mapping[str, object], bool], None] = _unwatched
 
     @abstractmethod
     def _reduce(self, x: Tensor, axis: str, largest: bool) -> Tensor:

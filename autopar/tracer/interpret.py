@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,16 @@ import torch
 from torch import Tensor
 
 from autopar.ir.graph import CapturedGraph, Graph, InputKind, Node, OutputKind, Phase, Ref, TorchConst
+
+Watch = Callable[[Node | None, str, Node | None, Any], Any]
+"""Told of every value: (the call of a block that it is in, None at the top; its name; the op that made it, None of an
+input; the value). What it gives is used instead."""
+
+Tangents = Sequence[Tensor] | Callable[[list[Tensor]], Sequence[Tensor]]
+
+
+def _unwatched(call: Node | None, name: str, node: Node | None, value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +36,15 @@ def interpret(
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     inputs: Sequence[Any],
-    tangents: Sequence[Tensor] | None = None,
+    tangents: Tangents | None = None,
+    watch: Watch = _unwatched,
 ) -> Result:
     """Run the whole step.
 
     Args:
         parameters, buffers: by their names in `captured`.
         inputs: what `captured.signature.flatten` gives.
-        tangents: one per differentiable output, in order; ones by default.
+        tangents: one per differentiable output, in order, or what makes them of the outputs; ones by default.
     """
     tensors = {leaf.path: x for leaf, x in zip(captured.signature.inputs, inputs, strict=True)}
     where = {
@@ -42,14 +53,20 @@ def interpret(
         InputKind.INPUT: tensors,
         InputKind.CONSTANT: captured.constants,
     }
-    top, given = captured.top, None if tangents is None else list(tangents)
+    top = captured.top
     with torch.no_grad():
-        env = {i.value.name: where[i.kind][i.target].detach() for i in top.inputs if i.kind is not InputKind.TANGENT}
-        _run(captured, top, Phase.FORWARD, env)
+        env = {
+            i.value.name: watch(None, i.value.name, None, where[i.kind][i.target].detach())
+            for i in top.inputs
+            if i.kind is not InputKind.TANGENT
+        }
+        _run(captured, top, Phase.FORWARD, env, watch)
         outputs = {o.target: env[o.value] for o in top.outputs if o.kind is OutputKind.OUTPUT and o.value is not None}
+        given = list(tangents(list(outputs.values())) if callable(tangents) else tangents or ())
         for k, i in enumerate(i for i in top.inputs if i.kind is InputKind.TANGENT):
-            env[i.value.name] = torch.ones_like(outputs[i.target]) if given is None else given[k]
-        _run(captured, top, Phase.BACKWARD, env)
+            tangent = torch.ones_like(outputs[i.target]) if tangents is None else given[k]
+            env[i.value.name] = watch(None, i.value.name, None, tangent)
+        _run(captured, top, Phase.BACKWARD, env, watch)
     targets = {i.value.name: i.target for i in top.inputs}
     updates = {
         o.target: env[o.value] for o in top.outputs if o.kind is OutputKind.BUFFER_UPDATE and o.value is not None
@@ -62,16 +79,19 @@ def interpret(
     return Result(list(outputs.values()), updates, gradients)
 
 
-def _run(captured: CapturedGraph, graph: Graph, phase: Phase | None, env: dict[str, Tensor]) -> None:
+def _run(
+    captured: CapturedGraph, graph: Graph, phase: Phase, env: dict[str, Tensor], watch: Watch, call: Node | None = None
+) -> None:
     for node in graph.nodes:
-        if phase is None or node.phase is phase:
-            results = _run_block(captured, node, env) if node.block else _run_op(node, env)
+        if node.phase is phase:
+            results = _run_block(captured, node, env, watch) if node.block else run_op(node, env)
             for value, x in zip(node.outputs, results, strict=True):
                 if value is not None:
-                    env[value.name] = x
+                    env[value.name] = watch(call, value.name, node, x)
 
 
-def _run_op(node: Node, env: Mapping[str, Tensor]) -> Sequence[Any]:
+def run_op(node: Node, env: Mapping[str, Tensor]) -> Sequence[Any]:
+    """One op's results."""
     namespace, name, overload = node.op.split(".")
     op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     result = op(*[literal(a, env) for a in node.args], **{k: literal(v, env) for k, v in node.kwargs})
@@ -93,16 +113,19 @@ def literal(arg: Any, env: Mapping[str, Tensor]) -> Any:
             return arg
 
 
-def _run_block(captured: CapturedGraph, node: Node, env: Mapping[str, Tensor]) -> list[Tensor | None]:
+def _run_block(captured: CapturedGraph, node: Node, env: Mapping[str, Tensor], watch: Watch) -> list[Tensor | None]:
     """Forward call: the block's forward. Backward call: the block's forward again, then its backward."""
     assert node.block is not None
     graph = captured.block(node.block.key).graph
     forward = node.op == "autopar.block"
     plain = [i for i in graph.inputs if i.kind is not InputKind.TANGENT]
     tangents = [] if forward else [i for i in graph.inputs if i.kind is InputKind.TANGENT]
-    inner = {i.value.name: env[ref] for i, ref in zip([*plain, *tangents], node.refs, strict=True)}
-    _run(captured, graph, Phase.FORWARD, inner)
+    inner = {
+        i.value.name: watch(node, i.value.name, None, env[ref])
+        for i, ref in zip([*plain, *tangents], node.refs, strict=True)
+    }
+    _run(captured, graph, Phase.FORWARD, inner, watch, node)
     if not forward:
-        _run(captured, graph, Phase.BACKWARD, inner)
+        _run(captured, graph, Phase.BACKWARD, inner, watch, node)
     kind = OutputKind.OUTPUT if forward else OutputKind.GRADIENT
     return [None if o.value is None else inner[o.value] for o in graph.outputs if o.kind is kind]

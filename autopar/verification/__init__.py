@@ -10,9 +10,10 @@ to 5e-5. A gradient that is wrong still moves its parameter by about the rate, a
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError
 from autopar.tracer import Wide
+from autopar.verification.bisect import Bisection
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 LEARNING_RATE, EPS = 1e-3, 1e-4
@@ -28,12 +30,16 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One compared tensor: `error` is the largest difference over the largest entry of the reference."""
+    """One compared tensor: `error` is the largest difference, on any rank, over the largest entry of the reference.
+
+    `rank`: the first that has this error.
+    """
 
     name: str
     layout: str
     error: float
     tolerance: float
+    rank: int = 0
 
     @property
     def ok(self) -> bool:
@@ -42,15 +48,20 @@ class Row:
 
     def __str__(self) -> str:
         mark = "ok  " if self.ok else "DIFF"
-        return f"{mark} {self.name:60} {self.layout:20} {self.error:9.2e} (tolerance {self.tolerance:.0e})"
+        rank = "" if self.ok else f" on rank {self.rank}"
+        return f"{mark} {self.name:60} {self.layout:20} {self.error:9.2e} (tolerance {self.tolerance:.0e}){rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was compared, in the order loss, gradients, parameters, optimizer state, buffers."""
+    """What was compared, in the order loss, gradients, parameters, optimizer state, buffers.
+
+    `bisection`: where the first difference comes from, if that was asked for.
+    """
 
     ranks: int
     rows: tuple[Row, ...]
+    bisection: Bisection | None = None
 
     @property
     def ok(self) -> bool:
@@ -70,8 +81,9 @@ class VerifyReport:
                 f"{len(self.rows)} tensors equal one device's on {self.ranks} ranks; "
                 f"largest error {worst.error:.1e} in {worst.name}"
             )
+        more = [str(self.bisection)] if self.bisection is not None else []
         return "\n".join(
-            [f"{len(wrong)} of {len(self.rows)} tensors differ on {self.ranks} ranks:", *map(str, wrong[:20])]
+            [f"{len(wrong)} of {len(self.rows)} tensors differ on {self.ranks} ranks:", *map(str, wrong[:20]), *more]
         )
 
 
@@ -155,22 +167,29 @@ def reference(model: nn.Module, call: Callable[[nn.Module], Any], steps: int) ->
 
 
 def compare(expected: Trained, found: list[Trained], layouts: Mapping[str, str]) -> VerifyReport:
-    """Every rank's results against the reference."""
-    rows: list[Row] = []
-    for rank, mine in enumerate(found):
-        rows += _compared(expected, mine, layouts, "" if rank == 0 else f" on rank {rank}")
+    """Every rank's results against the reference: of each tensor the worst rank's."""
+    by_rank = [_compared(expected, mine, layouts) for mine in found]
+    rows = []
+    for same in zip(*by_rank, strict=True):
+        worst = max(range(len(same)), key=lambda r: (_badness(same[r].error), -r))
+        rows.append(replace(same[worst], rank=worst))
     return VerifyReport(len(found), tuple(rows))
 
 
-def _compared(expected: Trained, mine: Trained, layouts: Mapping[str, str], where: str) -> list[Row]:
+def _badness(error: float) -> float:
+    """NaN is as wrong as can be."""
+    return float("inf") if math.isnan(error) else error
+
+
+def _compared(expected: Trained, mine: Trained, layouts: Mapping[str, str]) -> list[Row]:
     floats = [x.dtype for x in expected.state.values() if x.is_floating_point()]
     loose = max((TOLERANCE.get(d, 1e-5) for d in floats), default=1e-5)
     rows = []
     for step, (a, b) in enumerate(zip(expected.losses, mine.losses, strict=True)):
-        rows.append(Row(f"loss of step {step + 1}{where}", "", abs(a - b) / max(abs(a), 1e-30), loose))
+        rows.append(Row(f"loss of step {step + 1}", "", abs(a - b) / max(abs(a), 1e-30), loose))
     for name, gradient in expected.gradients.items():
         other = mine.gradients.get(name)
-        label = f"gradient of {name}{where}"
+        label = f"gradient of {name}"
         if gradient is None or other is None:
             rows.append(Row(label, layouts.get(name, ""), 0.0 if gradient is other else float("inf"), loose))
         else:
@@ -178,7 +197,7 @@ def _compared(expected: Trained, mine: Trained, layouts: Mapping[str, str], wher
     for kind, wanted, given in (("", expected.state, mine.state), ("optimizer ", expected.optimizer, mine.optimizer)):
         for name, tensor in wanted.items():
             found = given.get(name)
-            label, layout = f"{kind}{name}{where}", layouts.get(name, "")
+            label, layout = f"{kind}{name}", layouts.get(name, "")
             if found is None or found.shape != tensor.shape:
                 rows.append(Row(label, layout, float("inf"), loose))
             else:
