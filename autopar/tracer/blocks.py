@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar.ir.graph import Block, InputKind, TensorMeta
+from autopar.ir.graph import Block, Graph, InputKind, OutputKind, TensorMeta
 from autopar.tracer.choose import Chosen, Footprint
 from autopar.tracer.convert import Argument, BlockUse, Converter
 from autopar.tracer.joint import Position, trace
@@ -65,7 +65,7 @@ def _capture_block(group: Chosen, numbers: list[int], record: Record, rig: Rig) 
         joint = trace(_block_function(rig, call, footprint, position), tensors, position)
     count = len(footprint.slots)
     converter = Converter(key, joint, arguments, (), {})
-    graph = converter.convert()
+    graph = _updates_given_back(converter.convert())
     names = {n: c.path + (f"#{c.count}" if c.count else "") for n, (c, _) in zip(numbers, group.calls, strict=True)}
     shapes = LeafShapes(
         inputs=tuple(Likeness.at_border(record.tensors[n]) for _, n in footprint.inputs),
@@ -85,6 +85,7 @@ def _capture_block(group: Chosen, numbers: list[int], record: Record, rig: Rig) 
         constants=tuple(converter.constants),
         slots={n: f.slots for n, (_, f) in zip(numbers, group.calls, strict=True)},
         rows=_rows(numbers, following),
+        updates=tuple((k, meta_of(new.meta["val"])) for k, new in sorted(joint.mutations.items())),
         slot_gradients=tuple((a.requires_grad, m) for a, m in zip(arguments[:count], slot_metas, strict=True)),
         input_gradients=tuple(
             (a.requires_grad, x is not None) for a, x in zip(arguments[count:], shapes.gradients, strict=True)
@@ -101,6 +102,15 @@ def _capture_block(group: Chosen, numbers: list[int], record: Record, rig: Rig) 
         members=dict(zip(numbers, group.calls, strict=True)),
         following=following,
     )
+
+
+def _updates_given_back(graph: Graph) -> Graph:
+    """A block's new buffer values are its last outputs: whoever calls it writes them."""
+    outputs = [o for o in graph.outputs if o.kind is OutputKind.OUTPUT]
+    updates = [o for o in graph.outputs if o.kind is OutputKind.BUFFER_UPDATE]
+    rest = [o for o in graph.outputs if o.kind is OutputKind.GRADIENT]
+    given = [replace(o, kind=OutputKind.OUTPUT, target=str(len(outputs) + k)) for k, o in enumerate(updates)]
+    return replace(graph, outputs=(*outputs, *given, *rest))
 
 
 def _rows(numbers: list[int], following: dict[int, int]) -> dict[int, tuple[tuple[int, int], ...]]:

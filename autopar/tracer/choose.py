@@ -159,7 +159,8 @@ def _footprint(record: Record, rig: Rig, call: Call, last_use: list[int]) -> Foo
     kept = {n for n, _ in reader.outputs}
     if any(last_use[n] >= call.stop for n in reader.local if n not in kept and n not in reader.outside):
         return None
-    if not any(grad for _, grad in reader.outputs) or reader.writes_outside():
+    updated = reader.updated()
+    if not any(grad for _, grad in reader.outputs) or updated is None or not updated.isdisjoint(record.replaced):
         return None
     parameters = [s for s in reader.slots if rig.slots[s].is_parameter]
     slots = parameters + [s for s in reader.slots if not rig.slots[s].is_parameter]
@@ -258,7 +259,18 @@ class _Reader:
                 return None
         return tuple(found)
 
-    def writes_outside(self) -> bool:
-        """Whether an op writes into memory of an argument, a parameter or a buffer."""
+    def updated(self) -> set[int] | None:
+        """Own buffers that the call writes into; None if it writes into other memory from outside, or if an op of
+        another call reads or writes one of these buffers, so that the order of the two would count."""
         outer = {storage_key(self.record.tensors[n]) for n in (*self.outside, *self.position_of)}
-        return bool(self.writes & outer)
+        written = self.writes & outer
+        if not written:
+            return set()
+        found = {slot for key in written if (slot := self.record.memory_of_slot.get(key)) is not None}
+        if len(found) < len(written) or not found <= self.own.keys() or not found <= set(self.slots):
+            return None
+        inside = range(self.call.start, self.call.stop)
+        for slot in found:
+            if any(index not in inside for index in self.record.users_of_slot(slot)):
+                return None
+        return found

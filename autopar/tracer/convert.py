@@ -64,6 +64,7 @@ class BlockUse:
         slots: instance number -> the slots that are its parameters and buffers.
         rows: instance number -> the (instance, fed input) that its op stands for besides: a row of instances.
         slot_gradients: for each of them whether it needs a gradient, and that gradient (None: it gets none).
+        updates: positions among them of the buffers whose new values are further outputs, and those values.
         input_gradients: for each tensor input whether it needs a gradient, and whether it gets one.
     """
 
@@ -72,6 +73,7 @@ class BlockUse:
     slots: dict[int, tuple[int, ...]]
     rows: dict[int, tuple[tuple[int, int], ...]]
     slot_gradients: tuple[tuple[bool, TensorMeta | None], ...]
+    updates: tuple[tuple[int, TensorMeta], ...]
     input_gradients: tuple[tuple[bool, bool], ...]
 
 
@@ -104,6 +106,7 @@ class Converter:
         self.same: dict[Any, Any] = {}
         self.count: Counter[str] = Counter()
         self.nodes: list[Node] = []
+        self.updates: dict[int, str] = {}
         self.inputs_of_row: dict[int, list[tuple[Any, ...]]] = {}
         self.taken: set[str] = {n.name for n in joint.module.graph.nodes if n.op == "call_function"}
 
@@ -343,6 +346,12 @@ class Converter:
         own = [Ref(self.value_of_argument[s]) for s in use.slots[number]]
         path = self.instances[number]
         op = str(node.target).removesuffix(".default")
+        if not backward:
+            for k, meta in use.updates:
+                slot = use.slots[number][k]
+                made = Value(self._fresh(f"new_{self.arguments[slot].target}"), meta)
+                outputs = (*outputs, made)
+                self.updates[slot] = made.name
         name = node.name if number == node.args[1] else self._fresh(f"{node.name}_{number}")
         self._append(
             name, op, (*own, *args), outputs, Phase.BACKWARD if backward else Phase.FORWARD, (path, source),
@@ -405,6 +414,9 @@ class Converter:
         for i, n in sorted(self.joint.mutations.items()):
             value = self.value_of[self._root(n)]
             found.append(GraphOutput(kind=OutputKind.BUFFER_UPDATE, target=by_traced[i], value=value))
+        for slot, name in sorted(self.updates.items()):
+            target = self.arguments[slot].target
+            found.append(GraphOutput(kind=OutputKind.BUFFER_UPDATE, target=target, value=name))
         for i, a in enumerate(self.arguments):
             if a.requires_grad and i in self.value_of_argument:
                 gradient = self.gradient_of.get(i)

@@ -95,6 +95,16 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outputs: list[tuple[str, Tensor]] = []
         self.rebuild: Rebuild
         self.counts: dict[str, int] = {}
+        self.users: dict[int, list[int]] = {}
+
+    def users_of_slot(self, slot: int) -> list[int]:
+        """Indices of the ops that read a slot or write into its memory. For a finished record."""
+        if not self.users:
+            for index, op in enumerate(self.ops):
+                slots = {self.slot_of[n] for n in op.ins if n in self.slot_of}
+                for s in slots | {self.memory_of_slot[w] for w in op.writes if w in self.memory_of_slot}:
+                    self.users.setdefault(s, []).append(index)
+        return self.users.get(slot, [])
 
     def number(self, tensor: Tensor) -> int:
         """The tensor's number; it is kept alive so that no other gets it."""

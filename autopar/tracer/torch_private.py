@@ -87,9 +87,15 @@ def constant_of(tensor: Tensor) -> Tensor | None:
     return getattr(tensor, "constant", None)
 
 
+BATCH_NORMS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
+"""In training they write into arguments 3 and 4 (running mean and variance), which their schemas do not say."""
+
+
 def written_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an op writes into."""
     schema = op._schema
+    if schema.name in BATCH_NORMS:
+        return list(args[3:5]) if args[5] else []
     if not schema.is_mutable:
         return []
     found = []
@@ -120,7 +126,7 @@ def op_facts(op: Any) -> OpFacts:
         name=schema.name,
         overload=op._overloadname,
         prim=op.namespace == "prim",
-        mutable=schema.is_mutable,
+        mutable=schema.is_mutable or schema.name in BATCH_NORMS,
         makes_new=not schema.is_mutable and all(r.alias_info is None for r in schema.returns),
         takes_device=any(a.name == "device" for a in schema.arguments),
     )
