@@ -38,7 +38,7 @@ from autopar.runtime.deferred import DeferredModule
 from autopar.runtime.groups import communicator, init_ranks
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.threads import run_threads
-from autopar.runtime.watch import Seen, Watcher, aligned, missing, watched
+from autopar.runtime.watch import Seen, Watcher, aligned, edited, missing, watched
 from autopar.solver import LeastMemory, largest_terms, minimise_memory, relaxation_bound_us, solve
 from autopar.verification import TOLERANCE, Trained, VerifyReport, compare, objective, reference, train
 from autopar.verification.bisect import Bisection
@@ -382,10 +382,12 @@ def verify(
     captured: CapturedGraph | None = None,
     steps: int = 3,
     bisect: bool = False,
+    code: str | None = None,
 ) -> VerifyReport:
     """Run a plan on in-process ranks beside one device and compare. `plan` None: searched, on `cluster` or here.
 
     Args:
+        code: the emitted module of this plan, edited; run in the place of what is emitted.
         bisect: compare every value of one forward and backward as well, and name the first op that goes wrong.
     """
     options = options or Options()
@@ -393,6 +395,8 @@ def verify(
     if plan is None:
         plan = plan_captured(captured, cluster or local_cluster(ranks), options=options)
     source = emit_captured(captured, plan)
+    if code is not None:
+        source = edited(source, code)
     return verify_source(captured, plan, source, model, example_inputs, steps=steps, bisect=bisect)
 
 

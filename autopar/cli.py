@@ -214,6 +214,9 @@ def verify(
     model: Annotated[str | None, Parameter(help="For a plan: the model, if its name isn't in the plan.")] = None,
     seq: Seq = None,
     global_batch: Batch = None,
+    code: Annotated[
+        Path | None, Parameter(help="For a plan: the module that `inspect --code` wrote, edited; run this.")
+    ] = None,
     bisect: Annotated[bool, Parameter(help="Compare every value too, and name the first op that goes wrong.")] = False,
     all_: Annotated[bool, Parameter(name="--all", help="Every tensor, in the model's order.")] = False,
     json_: Json = False,
@@ -223,6 +226,9 @@ def verify(
     for option, value in (("--ranks", ranks), ("--steps", steps), ("--seq", seq), ("--global-batch", global_batch)):
         arguments.check_positive(option, value)
     plan = arguments.plan_or_none(model_or_plan)
+    text = arguments.read_text("--code", code)
+    if text is not None and plan is None:
+        raise UserError("--code: emitted code belongs to a plan; give the plan's file in the place of the model")
     if plan is not None:
         if ranks is not None and ranks != plan.cluster.devices:
             raise PlanError(f"plan {model_or_plan}: is for {plan.cluster.devices} ranks, not --ranks {ranks}")
@@ -258,6 +264,7 @@ def verify(
             plan=plan,
             steps=steps,
             bisect=bisect,
+            code=text,
         )
     _show_report(report, source, ranks or 2, json_, all_)
     if not report.ok:

@@ -72,6 +72,8 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("inspect", "no-such-plan.json"), "cannot be read"),
     (("verify", "gtp2"), "unknown model"),
     (("verify", "gpt2", "--ranks", "0"), "--ranks 0: wanted 1 or more"),
+    (("verify", "gpt2", "--code", "no-such.py"), "--code no-such.py: cannot be read"),
+    (("verify", "gpt2", "--code", "/dev/null"), "emitted code belongs to a plan"),
     (("verify", "gpt2", "--ranks", "-2"), "--ranks -2: wanted 1 or more"),
     (("doctor", "--ranks", "0"), "--ranks 0: wanted 1 or more"),
     (("profile",), "--output requires an argument"),
@@ -276,3 +278,21 @@ def test_verify_bisects(capsys: Capture) -> None:
     code, out, err = run(capsys, "verify", "gpt2", "--pin", "tp=2", "--steps", "1", "--bisect")
     assert (code, err) == (0, "")
     assert "values of forward and backward compared: all as on one device" in " ".join(out.split())
+
+
+def test_verify_edited_code(capsys: Capture, tmp_path: Path) -> None:
+    """A plan, its code, an edit; verify runs the edited code and names the line."""
+    path, folder = tmp_path / "plan.json", tmp_path / "code"
+    pins = ("--pin", "dp=2", "--pin", "zero=0")
+    assert run(capsys, *TINY_SEARCH, *pins, "--precision", "fp32", "-o", str(path))[0] == 0
+    assert run(capsys, "inspect", str(path), "--code", str(folder))[0] == 0
+    code = next(folder.glob("*.py"))
+    assert run(capsys, "verify", str(path), "--code", str(code), "--steps", "1")[0] == 0
+    rows = code.read_text().splitlines()
+    at = next(k for k, row in enumerate(rows) if "aten.native_layer_norm.default(" in row)
+    rows[at] = rows[at].replace("1e-05", "1e-02")
+    code.write_text("\n".join(rows) + "\n")
+    status, out, _ = run(capsys, "verify", str(path), "--code", str(code), "--steps", "1", "--bisect")
+    assert status == 1
+    assert "first wrong op: aten.native_layer_norm.default in the forward of" in " ".join(out.split())
+    assert f"emitted line {at + 1} (" in " ".join(out.split())

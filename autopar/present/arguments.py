@@ -107,6 +107,16 @@ def check_folder(option: str, path: Path) -> None:
         raise UserError(f"{option} {path}: cannot be written (no permission)")
 
 
+def read_text(option: str, path: Path | None) -> str | None:
+    """What a file holds; None without one. UserError where it can't be read."""
+    if path is None:
+        return None
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{option} {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
 def file_name(name: str) -> str:
     """A model's name as a file name."""
     return re.sub(r"[^\w.-]+", "_", name).strip("._") or "model"

@@ -55,18 +55,28 @@ class Watcher:
 
 def aligned(original: Source, text: str) -> dict[int, Made]:
     """What the lines of an edited text make, by the lines of the original that they stand for."""
-    if text == original.text:
-        return dict(original.made)
-    mine, theirs = original.text.splitlines(), text.splitlines()
-    found: dict[int, Made] = {}
+    pairs = _stand_for(original.text, text)
+    return {there: original.made[here] for there, here in pairs.items() if here in original.made}
+
+
+def edited(original: Source, text: str) -> Source:
+    """A program that somebody changed, with what is known of the lines that are still there."""
+    pairs = _stand_for(original.text, text)
+    lines = {there: original.lines[here] for there, here in pairs.items() if here in original.lines}
+    return Source(text=text, lines=lines, made=aligned(original, text))
+
+
+def _stand_for(original: str, text: str) -> dict[int, int]:
+    """Line of an edited text -> line of the original that it stands for."""
+    mine, theirs = original.splitlines(), text.splitlines()
+    if mine == theirs:
+        return {n: n for n in range(1, len(mine) + 1)}
+    found: dict[int, int] = {}
     for tag, a, b, x, y in SequenceMatcher(None, mine, theirs, autojunk=False).get_opcodes():
         if tag == "equal" or (tag == "replace" and b - a == y - x):
-            pairs = zip(range(a, b), range(x, y), strict=True)
+            found |= {there + 1: here + 1 for here, there in zip(range(a, b), range(x, y), strict=True)}
         elif tag == "replace":
-            pairs = _by_target(mine, theirs, range(a, b), range(x, y))
-        else:
-            continue
-        found |= {there + 1: original.made[here + 1] for here, there in pairs if here + 1 in original.made}
+            found |= _by_target(mine, theirs, range(a, b), range(x, y))
     return found
 
 
@@ -81,11 +91,10 @@ def missing(original: Source, text: str) -> tuple[str, ...]:
     )
 
 
-def _by_target(mine: list[str], theirs: list[str], here: range, there: range) -> zip[tuple[int, int]]:
-    """Pairs of lines that set the same names, in order."""
+def _by_target(mine: list[str], theirs: list[str], here: range, there: range) -> dict[int, int]:
+    """Lines that set the same names."""
     left = {mine[i].partition(" = ")[0].strip(): i for i in here if " = " in mine[i]}
-    pairs = [(left[t], j) for j in there if (t := theirs[j].partition(" = ")[0].strip()) in left]
-    return zip([i for i, _ in pairs], [j for _, j in pairs], strict=True)
+    return {j + 1: left[t] + 1 for j in there if (t := theirs[j].partition(" = ")[0].strip()) in left}
 
 
 def watched(source: Source, made: Mapping[int, Made]) -> Source:

@@ -197,7 +197,7 @@ def _compared(expected: Trained, mine: Trained, layouts: Mapping[str, str]) -> l
     for kind, wanted, given in (("", expected.state, mine.state), ("optimizer ", expected.optimizer, mine.optimizer)):
         for name, tensor in wanted.items():
             found = given.get(name)
-            label, layout = f"{kind}{name}", layouts.get(name, "")
+            label, layout = f"{kind}{name}", layouts.get(name.rpartition(".")[0] if kind else name, "")
             if found is None or found.shape != tensor.shape:
                 rows.append(Row(label, layout, float("inf"), loose))
             else:
