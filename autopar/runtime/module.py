@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError, PlanError
-from autopar.ir.graph import CapturedGraph, InputKind, OutputKind
-from autopar.ir.layout import Layout, local_shape, parse_layout
+from autopar.ir.graph import CapturedGraph, InputKind, OutputKind, TensorMeta
+from autopar.ir.layout import Layout, parse_layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Source
 from autopar.runtime.certificate import Arguments, certified
+from autopar.runtime.certificate.recorder import Notes, Recorder
 from autopar.runtime.comm import Communicator
 from autopar.runtime.loaded import Executable
 from autopar.runtime.parameters import Weights, placements, storage_layouts, unwrap, wrap
@@ -153,7 +154,7 @@ class _State:
             raise PlanError(f"the source is for mesh {executable.axes}, the ranks form {mesh}")
         if mesh.size > 1:
             sources = {line: place.source for line, place in source.lines.items() if place.source}
-            certified(source.text, mesh, _arguments(captured, executable, mesh), sources)
+            certified(source.text, mesh, lambda rank: _arguments(captured, executable, mesh, rank), sources)
         values = captured.top.values()
         outs = [o for o in captured.top.outputs if o.kind is OutputKind.OUTPUT]
         tangents = {i.target: i for i in captured.top.inputs if i.kind is InputKind.TANGENT}
@@ -209,13 +210,17 @@ class _State:
             self.weights.buffers[self.weights.first[name]].copy_(value)
 
 
-def _arguments(captured: CapturedGraph, executable: Executable, mesh: Mesh) -> Arguments:
-    """Shapes of this rank's pieces of all that the emitted functions are given."""
+def _arguments(captured: CapturedGraph, executable: Executable, mesh: Mesh, rank: int) -> Arguments:
+    """Shapes of one rank's pieces of all that the emitted functions are given."""
     metas = {(i.kind, i.target): i.value.meta for i in captured.top.inputs}
+    rt = Recorder(mesh, rank, Notes())
+
+    def piece(meta: TensorMeta, text: str) -> tuple[str, tuple[int, ...]]:
+        whole = torch.empty(meta.shape, device="meta")
+        return meta.dtype, tuple(cut_here(whole, parse_layout(text, mesh), rt).shape)
 
     def pieces(kind: InputKind, layouts: Mapping[str, str]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        wholes = ((metas[kind, name], text) for name, text in layouts.items())
-        return tuple((m.dtype, local_shape(m.shape, parse_layout(text, mesh), mesh)) for m, text in wholes)
+        return tuple(piece(metas[kind, name], text) for name, text in layouts.items())
 
     return Arguments(
         parameters=pieces(InputKind.PARAMETER, executable.parameters),

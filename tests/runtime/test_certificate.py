@@ -337,6 +337,19 @@ def test_equal_ranks_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(readings) == 1
 
 
+def test_pieces_of_unequal_length() -> None:
+    """Ranks given other shapes are read apart; what travels must still be alike."""
+    text = forward_of('rt.all_reduce(x.sum(0), "dp")')
+    on = mesh(dp=3)
+
+    def given(rank: int) -> certificate.Arguments:
+        return certificate.Arguments(inputs=(("float32", (3 - rank, 6)),))
+
+    assert certificate.certified(text, on, given, {}).calls == (1,)
+    with pytest.raises(CertificateError, match="do not issue the same"):
+        certificate.certified(text.replace("x.sum(0)", "x"), on, given, {})
+
+
 def test_blocks_are_read_once() -> None:
     """80 instances of a block say 80 times what one says, from one reading."""
     graph = chain(80)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 
 from autopar.ir.mesh import Mesh
 from autopar.runtime.certificate.calls import Call, Certificate, Trace, Where
@@ -108,14 +107,22 @@ def _read_role(
 
 
 _ONE = threading.Lock()
+_KEPT = 16
+_certified: dict[object, Certificate] = {}
 
 
-def certified(text: str, mesh: Mesh, arguments: Arguments, sources: Mapping[int, str]) -> Certificate:
-    """`certify` of one text on all ranks, once for each text in a process, also where ranks are threads."""
+def certified(text: str, mesh: Mesh, arguments: Callable[[int], Arguments], sources: Mapping[int, str]) -> Certificate:
+    """`certify` of one text on all ranks, once for each text in a process, also where ranks are threads.
+
+    Ranks are given the same shapes if the first and the last are: cuts put the shorter pieces at the end.
+    """
+    first, last = arguments(0), arguments(mesh.size - 1)
+    key = text, mesh, first, last
     with _ONE:
-        return _certified(text, mesh, arguments, tuple(sources.items()))
-
-
-@lru_cache(maxsize=16)
-def _certified(text: str, mesh: Mesh, arguments: Arguments, sources: tuple[tuple[int, str], ...]) -> Certificate:
-    return certify(text, mesh, arguments, dict(sources))
+        found = _certified.get(key)
+        if found is None:
+            found = certify(text, mesh, first if first == last else arguments, sources)
+            while len(_certified) >= _KEPT:
+                del _certified[next(iter(_certified))]
+            _certified[key] = found
+    return found
