@@ -79,7 +79,7 @@ def _head(program: Program) -> Iterable[str]:
         if "autopar" not in used:
             yield "from autopar.runtime import local_ops"
     yield ""
-    for name in sorted((used | {"aten"}) - {"local_ops", "autopar", "torch"}):
+    for name in sorted((used | {"aten"}) - {"local_ops", "autopar", "torch", "rt"}):
         yield f"{name} = torch.ops.{name}"
     yield from tables.head_rows(program)
 

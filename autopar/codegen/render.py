@@ -48,7 +48,9 @@ def call(step: Compute, rename: Mapping[str, str]) -> str:
 
 
 def gives_list(function: str) -> bool:
-    """True if an ATen op returns a list of tensors (`unbind`), also when it has one element."""
+    """True if an op returns a list of tensors (`unbind`, a region), also when it has one element."""
+    if function.startswith("rt."):
+        return True
     parts = function.split(".")
     if len(parts) != 3:
         return False

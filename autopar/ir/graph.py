@@ -15,8 +15,10 @@ from typing import Any
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
-    "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1, "token": 1,
 }  # fmt: skip
+TOKEN = "token"
+"""dtype of what a region's forward keeps for its backward: no tensor; its size is an estimate of the bytes kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,9 @@ class TorchConst:
     name: str
 
 
+REGION, REGION_BACKWARD = "autopar.region.default", "autopar.region_backward.default"
+
+
 class Phase(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -74,13 +79,22 @@ class BlockCall:
     instance: str
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What an opaque op was seen to cost on one run: floating point operations, and bytes read and written."""
+
+    flops: int
+    moved_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """One op, or one call of a block.
 
     Attributes:
         name: unique in its graph, a Python identifier.
-        op: e.g. "aten.mm.default"; "autopar.block" and "autopar.block_backward" for blocks.
+        op: e.g. "aten.mm.default"; "autopar.block" and "autopar.block_backward" for blocks; REGION and
+            REGION_BACKWARD for one call of a region (`Region`), whose first argument is the region's key.
         args, kwargs: nested tuples of literals, `Ref`, `TorchConst`. Of a block's forward call: one Ref per non-tangent
             input of the block's graph, in order; of its backward call: the same, then one Ref per TANGENT input.
         outputs: one per output, None where the op gives None. Of a block's forward call: the block's OUTPUT outputs in
@@ -88,6 +102,7 @@ class Node:
         key: stable address, "module path/op/phase#k": same in every capture of the same model.
         module_path: e.g. "model.layers.0.mlp.up_proj"; inside a block, relative to the block.
         source: "file.py:123" of the user's line, "" if unknown.
+        measured: of opaque ops, which have no formula; no part of `CapturedGraph.hash`.
     """
 
     name: str
@@ -100,6 +115,7 @@ class Node:
     module_path: str = ""
     source: str = ""
     block: BlockCall | None = None
+    measured: Measured | None = None
 
     @property
     def refs(self) -> tuple[str, ...]:
@@ -187,6 +203,13 @@ class Graph:
         return "\n".join(lines)
 
 
+def _unmeasured(outputs: tuple[Value | None, ...]) -> tuple[Value | None, ...]:
+    """Without the size of a token, which is measured and not the same for every batch."""
+    return tuple(
+        Value(o.name, TensorMeta((), TOKEN)) if o is not None and o.meta.dtype == TOKEN else o for o in outputs
+    )
+
+
 def _show(arg: Any) -> str:
     match arg:
         case Ref():
@@ -206,6 +229,24 @@ class Block:
     key: str
     graph: Graph
     instances: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """One call of a submodule that runs as the user wrote it, whole on every rank, because it could not be captured.
+
+    Attributes:
+        key: unique: the module's path, and "#k" of its k-th further call in one forward.
+        source, message: of what could not be captured: "file.py:12", and why, with what to do.
+        build: {} -> runner with `forward(tensors, salt)` and `backward(kept, tangents, again)` (opaque here). Runners
+            made with one dict share state, as several calls of one module do.
+    """
+
+    key: str
+    module_path: str
+    source: str
+    message: str
+    build: Any = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +309,7 @@ class CapturedGraph:
     signature: CallSignature
     training: bool = True
     constants: dict[str, Any] = field(default_factory=dict, compare=False)
+    regions: tuple[Region, ...] = ()
     notes: tuple[tuple[str, str, str], ...] = ()
 
     def block(self, key: str) -> Block:
@@ -285,7 +327,8 @@ class CapturedGraph:
         digest = hashlib.sha256()
         for graph in self.graphs:
             for node in graph.nodes:
-                digest.update(f"{node.key}|{node.op}|{node.args}|{node.kwargs}|{node.outputs}\n".encode())
+                outputs = _unmeasured(node.outputs)
+                digest.update(f"{node.key}|{node.op}|{node.args}|{node.kwargs}|{outputs}\n".encode())
             digest.update(f"{[(i.kind.value, i.target, i.value) for i in graph.inputs]}{graph.outputs}\n".encode())
         digest.update(f"{self.parameters}{self.buffers}{[b.instances for b in self.blocks]}".encode())
         return digest.hexdigest()[:16]

@@ -28,6 +28,7 @@ class Options:
         seed: of the compiled module's random ops.
         differentiable: "losses" (scalar outputs if there are any, else all) or "all".
         fold_blocks: capture repeated blocks once.
+        strict: refuse a model of which a submodule cannot be captured, instead of running it whole (docs/regions.md).
         time_limit_s: of the solves together; None: no limit.
         dump_dir: each stage writes NN_name.txt there.
     """
@@ -42,6 +43,7 @@ class Options:
     differentiable: Literal["losses", "all"] = "losses"
     allow: tuple[str, ...] = ()
     fold_blocks: bool = True
+    strict: bool = False
     time_limit_s: float | None = None
     seed: int = 0
     dump_dir: str | None = None

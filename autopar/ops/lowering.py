@@ -41,7 +41,12 @@ def inner_collectives(
 
 
 def flops(node: Node, inputs: Metas, outputs: OutMetas) -> float:
-    """Floating point operations on local metas. Ops without a formula: one per output element; views: 0."""
+    """Floating point operations on local metas. Ops without a formula: one per output element; views: 0.
+
+    An opaque op has what was measured on a run with example inputs, an estimate for other inputs.
+    """
+    if node.measured is not None:
+        return float(node.measured.flops)
     entry = TABLE.get(node.op)
     if entry is not None and entry.view:
         return 0.0
@@ -52,6 +57,8 @@ def flops(node: Node, inputs: Metas, outputs: OutMetas) -> float:
 
 def moved_bytes(node: Node, inputs: Metas, outputs: OutMetas) -> int:
     """Bytes read and written on local metas; 0 for views. A look-up reads only the rows that it gives."""
+    if node.measured is not None:
+        return node.measured.moved_bytes
     if is_view(node.op):
         return 0
     written = sum(o.nbytes for o in outputs if o is not None)

@@ -14,6 +14,7 @@ from autopar.ops.norms import NORMS
 from autopar.ops.pointwise import POINTWISE
 from autopar.ops.random import RANDOM
 from autopar.ops.reductions import REDUCTIONS
+from autopar.ops.region import REGIONS
 from autopar.ops.views import VIEWS
 
 FAMILIES: tuple[Mapping[str, OpEntry], ...] = (
@@ -27,6 +28,7 @@ FAMILIES: tuple[Mapping[str, OpEntry], ...] = (
     NORMS,
     CONVOLUTIONS,
     POINTWISE,
+    REGIONS,
 )
 
 TABLE: Mapping[str, OpEntry] = {name: entry for family in FAMILIES for name, entry in family.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import Collective, plan_reshard
+from autopar.runtime.torch_private import keeps_graph
 
 Axis = str | tuple[str, ...]
 
@@ -31,6 +33,8 @@ class Communicator(ABC):
         seed, step: what random ops draw from, together with their key and global positions.
         instance: module path of the block instance that runs now, "" outside blocks.
         watch: told of every value by a program that `runtime.watch` made talk.
+        regions: what runs the regions of the program that runs now, by key.
+        ungiven: (key, position) of the gradients that a region's backward gave as zeros since there were none.
     """
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
@@ -41,6 +45,8 @@ class Communicator(ABC):
         self.step = 0
         self.instance = ""
         self.watch: Callable[[int, int, Mapping[str, object], bool], None] = _unwatched
+        self.regions: Mapping[str, Any] = {}
+        self.ungiven: set[tuple[str, int]] = set()
 
     @abstractmethod
     def _reduce(self, x: Tensor, axis: str, largest: bool) -> Tensor:
@@ -138,6 +144,21 @@ class Communicator(ABC):
                 case Collective.SLICE:
                     x = self.slice(x, step.axis, step.dim)
         return x
+
+    def region(self, key: str, *tensors: Tensor) -> list[Any]:
+        """Run a submodule as the user wrote it, on whole tensors: outputs, new values of buffers, what is kept.
+
+        All ranks draw the same random numbers in it: their seed is that of (seed, step, key).
+        """
+        found: list[Any] = self.regions[key].forward(tensors, f"{self.seed}|{self.step}|{key}")
+        return found
+
+    def region_backward(self, key: str, kept: Any, *tangents: Tensor) -> list[Tensor]:
+        """Gradients of its arguments that need one; equal on all ranks, so that nothing is to be summed."""
+        found, ungiven = self.regions[key].backward(kept, tangents, keeps_graph())
+        self.ungiven |= {(key, position) for position in ungiven}
+        gradients: list[Tensor] = found
+        return gradients
 
     def barrier(self) -> None:
         """Wait until all ranks of the mesh are here."""

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, UserError
 from autopar.ir.program import Place, Source
 from autopar.runtime.comm import Communicator
 
@@ -44,6 +44,8 @@ class Executable:
         """(outputs, new values of buffers, saved)."""
         try:
             outputs, updates, saved = self._forward(rt, parameters, buffers, constants, inputs)
+        except UserError:
+            raise
         except Exception as error:
             raise self._told(error) from error
         return outputs, updates, saved
@@ -55,6 +57,8 @@ class Executable:
         """Gradients of the parameters, None where none. Empties `saved`."""
         try:
             found: list[Any] = self._backward(rt, parameters, buffers, constants, saved, tangents)
+        except UserError:
+            raise
         except Exception as error:
             raise self._told(error) from error
         return found

@@ -25,6 +25,7 @@ from autopar.runtime.certificate.recorder import Notes, Recorder
 from autopar.runtime.comm import Communicator
 from autopar.runtime.loaded import Executable
 from autopar.runtime.parameters import Weights, placements, storage_layouts, unwrap, wrap
+from autopar.runtime.region_gradients import Given, gradient_sources
 from autopar.runtime.torch_private import keeps_graph
 
 Compiled = tuple[CapturedGraph, Plan, Source]
@@ -41,6 +42,8 @@ class _Program:
     output_shapes: tuple[tuple[int, ...], ...]
     tangents: tuple[tuple[int, Layout], ...]
     constants: list[Tensor]
+    regions: dict[str, Any]
+    sources: dict[str, frozenset[Given]]
 
 
 class ParallelModule(nn.Module):
@@ -159,6 +162,7 @@ class _State:
         outs = [o for o in captured.top.outputs if o.kind is OutputKind.OUTPUT]
         tangents = {i.target: i for i in captured.top.inputs if i.kind is InputKind.TANGENT}
         position = {o.target: p for p, o in enumerate(outs)}
+        copies: dict[str, Any] = {}
         self._programs[captured.training] = _Program(
             captured=captured,
             executable=executable,
@@ -167,6 +171,8 @@ class _State:
             output_shapes=tuple(values[o.value].meta.shape for o in outs if o.value is not None),
             tangents=tuple((position[t], parse_layout(executable.tangents[t], mesh)) for t in tangents),
             constants=[self._piece(captured.constants[name], text) for name, text in executable.constants.items()],
+            regions={r.key: r.build(copies) for r in captured.regions},
+            sources=gradient_sources(captured.top),
         )
 
     def _piece(self, whole: Tensor, text: str) -> Tensor:
@@ -241,6 +247,7 @@ class _Run(torch.autograd.Function):
         local = [unwrap(p) for p in parameters]
         buffers = state.buffers(program.executable)
         state.rt.step += 1
+        state.rt.regions = program.regions
         outputs, updates, saved = program.executable.forward(state.rt, local, buffers, program.constants, inputs)
         state.update(program.executable, updates)
         ctx.held = (state, program, local, buffers, parameters)
@@ -263,10 +270,12 @@ class _Run(torch.autograd.Function):
         if saved is ctx.saved:
             ctx.saved = None
         tangents = [cut_here(gradients[p].contiguous(), layout, state.rt) for p, layout in program.tangents]
+        state.rt.regions, state.rt.ungiven = program.regions, set()
         found = program.executable.backward(state.rt, local, buffers, program.constants, saved, tangents)
+        none = {name for name, sources in program.sources.items() if sources <= state.rt.ungiven}
         layouts, first = state.weights.layouts, state.weights.first
         wrapped = [
-            None if g is None or not p.requires_grad
+            None if g is None or not p.requires_grad or name in none
             else wrap(g.contiguous(), tuple(p.shape), layouts[first[name]], state.rt)
             for name, p, g in zip(program.executable.parameters, parameters, found, strict=True)
         ]  # fmt: skip

@@ -169,7 +169,7 @@ def _block_function(rig: Rig, call: Call, footprint: Footprint, position: Positi
                     leaves[i] = x
         args, kwargs = call.spec.build(leaves)
         autocast = torch.autocast("cpu", dtype=call.autocast, enabled=call.autocast is not None)
-        with rig.installed(installed), routed(names, hook), autocast:
+        with rig.installed(installed), routed(names, hook, call.path), autocast:
             result = [leaf for _, leaf in flatten(call.module(*args, **kwargs))[0]]
         outputs: dict[int, Tensor] = {}
         for (kind, k), leaf in zip(footprint.results, result, strict=True):

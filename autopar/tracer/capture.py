@@ -6,7 +6,7 @@ fake forward (records ops, finds what cannot be captured) -> choose repeated blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,8 +24,9 @@ from autopar.tracer.choose import choose_blocks, used_outside
 from autopar.tracer.convert import Argument, Converter
 from autopar.tracer.joint import Position, trace
 from autopar.tracer.leaf_ops import shapes_known
-from autopar.tracer.record import Record, record_forward, stand_ins
-from autopar.tracer.refuse import readable_errors
+from autopar.tracer.record import MadeGood, Record, record_forward, stand_ins
+from autopar.tracer.refuse import UncapturableError, readable_errors
+from autopar.tracer.regions import Regions, find_regions, measured
 from autopar.tracer.rig import Rig, attributes_kept, cast, refuse_changes, routed
 from autopar.tracer.signature import Inputs, call_signature, captured_dtype, dtype_name, read_inputs, read_outputs
 from autopar.tracer.simplify import cancel_transposes
@@ -44,41 +45,72 @@ def capture(
     Args:
         model: parameters may be on the meta device; its training flags decide what is captured.
         args, kwargs: example inputs; tensors may be on any device, meta too.
-        options: `precision`, `differentiable` and `fold_blocks` are used here.
+        options: `precision`, `differentiable`, `fold_blocks` and `strict` are used here.
         model_name: for people; the model's class name by default.
 
     Raises:
-        CaptureError: the model does what cannot be captured; the message has its file, line, and what to do.
+        CaptureError: the model does what cannot be captured, outside of a submodule that can run as it is instead
+            (`regions`); the message has its file, line, and what to do.
     """
     inputs = read_inputs(model, args, kwargs, options.precision)
     rig = Rig(model, options.precision)
-    changes: list[str] = []
+    regions = Regions()
     with torch.enable_grad(), capture_flags(), Wide() if options.precision == "fp64" else nullcontext():
-        with readable_errors():
-            record = record_forward(rig, inputs, changes)
-        refuse_changes(changes)
-        outputs = _choose_outputs(record, options)
-        with attributes_kept(model, []), readable_errors():
-            chosen = choose_blocks(record, rig) if options.fold_blocks else ()
-            blocks = capture_blocks(chosen, record, rig)
-            used = sorted(used_outside(record, chosen))
-            top = _capture_top(rig, inputs, outputs, blocks, used)
-    captured = CapturedGraph(
-        model_name=model_name or type(model).__name__,
-        top=top.converted,
+        captured = _captured(rig, inputs, options, model_name or type(model).__name__, regions)
+        while isinstance(captured, UncapturableError):
+            if options.strict:
+                raise captured
+            regions = find_regions(rig, inputs, captured, regions, _attempt(rig, inputs))
+            captured = _captured(rig, inputs, options, model_name or type(model).__name__, regions)
+    captured = _tidied(captured)
+    check_graph(captured)
+    return captured
+
+
+def _attempt(rig: Rig, inputs: Inputs) -> Callable[[Regions, MadeGood], None]:
+    def attempt(regions: Regions, made_good: MadeGood) -> None:
+        record_forward(rig, inputs, [], regions, made_good)
+
+    return attempt
+
+
+def _captured(
+    rig: Rig, inputs: Inputs, options: Options, name: str, regions: Regions
+) -> CapturedGraph | UncapturableError:
+    """An UncapturableError is of something that might be captured with more regions."""
+    try:
+        return _with_regions(rig, inputs, options, name, regions)
+    except UncapturableError as error:
+        return error
+
+
+def _with_regions(rig: Rig, inputs: Inputs, options: Options, name: str, regions: Regions) -> CapturedGraph:
+    changes: list[str] = []
+    with readable_errors():
+        record = record_forward(rig, inputs, changes, regions)
+    refuse_changes(changes)
+    outputs = _choose_outputs(record, options)
+    with attributes_kept(rig.module, []), regions.entered(), readable_errors():
+        chosen = choose_blocks(record, rig) if options.fold_blocks else ()
+        blocks = capture_blocks(chosen, record, rig)
+        used = sorted(used_outside(record, chosen))
+        top = _capture_top(rig, inputs, outputs, blocks, used, regions)
+    records = regions.records(rig)
+    notes = tuple(("region", f"{r.module_path} {r.source}".rstrip(), r.message) for r in records)
+    return CapturedGraph(
+        model_name=name,
+        top=measured(top.converted, regions),
         blocks=tuple(b.block for b in blocks),
         parameters=_parameter_infos(rig),
         buffers=_buffer_infos(rig),
         signature=call_signature(
             inputs, [path for path, _ in record.outputs], record.rebuild, outputs.differentiable, rig.precision
         ),
-        training=model.training,
+        training=rig.module.training,
         constants={**top.constants, **{k: v for b in blocks for k, v in b.constants.items()}},
-        notes=outputs.notes,
+        regions=records,
+        notes=(*notes, *outputs.notes),
     )
-    captured = _tidied(captured)
-    check_graph(captured)
-    return captured
 
 
 def _tidied(captured: CapturedGraph) -> CapturedGraph:
@@ -118,7 +150,7 @@ def _choose_outputs(record: Record, options: Options) -> Outputs:
 
 
 def _capture_top(
-    rig: Rig, inputs: Inputs, outputs: Outputs, blocks: Sequence[CapturedBlock], used: list[int]
+    rig: Rig, inputs: Inputs, outputs: Outputs, blocks: Sequence[CapturedBlock], used: list[int], regions: Regions
 ) -> Converter:
     """Trace the top level. `used`: slots that are read outside blocks; only these are arguments."""
     position = Position()
@@ -126,7 +158,7 @@ def _capture_top(
     with rig.mode, enable_python_dispatcher(), shapes_known(shapes):
         anchor = torch.zeros((), device="cpu", requires_grad=True)
         tensors = [*map(rig.stand_in, used), *stand_ins(inputs, rig.precision, "cpu"), anchor]
-        run = _top_function(rig, inputs, outputs, blocks, used, position, rig.placeholders())
+        run = _top_function(rig, inputs, outputs, blocks, used, position, rig.placeholders(), regions)
         joint = trace(run, tensors if blocks else tensors[:-1], position)
     metas = {name: meta for b in blocks for name, meta in b.constant_metas.items()}
     converter = Converter("top", joint, _arguments(rig, inputs, used), [b.use for b in blocks], metas)
@@ -144,6 +176,7 @@ def _top_function(
     used: list[int],
     position: Position,
     placeholders: list[Tensor],
+    regions: Regions,
 ) -> Any:
     """The function of flat tensors that is traced: used slots, inputs, the anchor if any block -> output tensors."""
     calls = {call: (block, number) for block in blocks for call, number in block.calls.items()}
@@ -167,7 +200,7 @@ def _top_function(
             finally:
                 position.paths.pop()
 
-        with rig.installed(installed), routed(rig.names, hook):
+        with rig.installed(installed), routed(rig.names, regions.around(rig, hook)):
             result = inputs.call(rig.module, [cast(x, rig.precision) for x in given])
             for i, new in rig.replaced(installed):
                 slots[used.index(i)].copy_(new)

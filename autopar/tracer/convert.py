@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autopar.errors import CaptureError, CompilerError
 from autopar.ir.graph import (
+    REGION,
     BlockCall,
     Graph,
     GraphInput,
@@ -250,9 +251,9 @@ class Converter:
                 continue
             items: list[Value | None] = []
             for k, item in enumerate(val):
-                items.append(
-                    Value(self._fresh(f"{node.name}_{k}"), meta_of(item)) if isinstance(item, Tensor) else None
-                )
+                last = str(node.target) == REGION and k == len(val) - 1
+                name = f"{node.name}_kept" if last else f"{node.name}_{k}"
+                items.append(Value(self._fresh(name), meta_of(item)) if isinstance(item, Tensor) else None)
             for user in node.users:
                 made = items[user.args[1]] if user.target is operator.getitem else None
                 if made is not None:

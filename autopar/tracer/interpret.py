@@ -9,7 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.graph import CapturedGraph, Graph, InputKind, Node, OutputKind, Phase, Ref, TorchConst
+from autopar.ir.graph import (
+    REGION,
+    REGION_BACKWARD,
+    CapturedGraph,
+    Graph,
+    InputKind,
+    Node,
+    OutputKind,
+    Phase,
+    Ref,
+    TorchConst,
+)
 
 Watch = Callable[[Node | None, str, Node | None, Any], Any]
 """Told of every value: (the call of a block that it is in, None at the top; its name; the op that made it, None of an
@@ -54,19 +65,22 @@ def interpret(
         InputKind.CONSTANT: captured.constants,
     }
     top = captured.top
+    shared: dict[str, Any] = {}
+    regions = {r.key: r.build(shared) for r in captured.regions}
+    run = _Run(captured, regions, watch)
     with torch.no_grad():
         env = {
             i.value.name: watch(None, i.value.name, None, where[i.kind][i.target].detach())
             for i in top.inputs
             if i.kind is not InputKind.TANGENT
         }
-        _run(captured, top, Phase.FORWARD, env, watch)
+        run.graph(top, Phase.FORWARD, env)
         outputs = {o.target: env[o.value] for o in top.outputs if o.kind is OutputKind.OUTPUT and o.value is not None}
         given = list(tangents(list(outputs.values())) if callable(tangents) else tangents or ())
         for k, i in enumerate(i for i in top.inputs if i.kind is InputKind.TANGENT):
             tangent = torch.ones_like(outputs[i.target]) if tangents is None else given[k]
             env[i.value.name] = watch(None, i.value.name, None, tangent)
-        _run(captured, top, Phase.BACKWARD, env, watch)
+        run.graph(top, Phase.BACKWARD, env)
     targets = {i.value.name: i.target for i in top.inputs}
     updates = {
         o.target: env[o.value] for o in top.outputs if o.kind is OutputKind.BUFFER_UPDATE and o.value is not None
@@ -79,15 +93,56 @@ def interpret(
     return Result(list(outputs.values()), updates, gradients)
 
 
-def _run(
-    captured: CapturedGraph, graph: Graph, phase: Phase, env: dict[str, Tensor], watch: Watch, call: Node | None = None
-) -> None:
-    for node in graph.nodes:
-        if node.phase is phase:
-            results = _run_block(captured, node, env, watch) if node.block else run_op(node, env)
-            for value, x in zip(node.outputs, results, strict=True):
-                if value is not None:
-                    env[value.name] = watch(call, value.name, node, x)
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run. `regions`: by key."""
+
+    captured: CapturedGraph
+    regions: Mapping[str, Any]
+    watch: Watch
+
+    def graph(self, graph: Graph, phase: Phase, env: dict[str, Any], call: Node | None = None) -> None:
+        """One phase of a graph; `call` is the block's call that it is in."""
+        for node in graph.nodes:
+            if node.phase is phase:
+                for value, x in zip(node.outputs, self.node(node, env), strict=True):
+                    if value is not None:
+                        env[value.name] = self.watch(call, value.name, node, x)
+
+    def node(self, node: Node, env: Mapping[str, Any]) -> Sequence[Any]:
+        """One node's results."""
+        if node.block is not None:
+            return self.block(node, env)
+        if node.op in (REGION, REGION_BACKWARD):
+            return self.region(node, env)
+        return run_op(node, env)
+
+    def region(self, node: Node, env: Mapping[str, Any]) -> Sequence[Any]:
+        """A region's call."""
+        key = node.args[0]
+        if node.op == REGION:
+            found: Sequence[Any] = self.regions[key].forward(literal(node.args[1], env), f"0|1|{key}")
+            return found
+        gradients: Sequence[Any]
+        gradients, _ = self.regions[key].backward(env[node.args[1].name], literal(node.args[2], env), True)
+        return gradients
+
+    def block(self, node: Node, env: Mapping[str, Any]) -> list[Tensor | None]:
+        """Forward call: the block's forward. Backward call: the block's forward again, then its backward."""
+        assert node.block is not None
+        graph = self.captured.block(node.block.key).graph
+        forward = node.op == "autopar.block"
+        plain = [i for i in graph.inputs if i.kind is not InputKind.TANGENT]
+        tangents = [] if forward else [i for i in graph.inputs if i.kind is InputKind.TANGENT]
+        inner = {
+            i.value.name: self.watch(node, i.value.name, None, env[ref])
+            for i, ref in zip([*plain, *tangents], node.refs, strict=True)
+        }
+        self.graph(graph, Phase.FORWARD, inner, node)
+        if not forward:
+            self.graph(graph, Phase.BACKWARD, inner, node)
+        kind = OutputKind.OUTPUT if forward else OutputKind.GRADIENT
+        return [None if o.value is None else inner[o.value] for o in graph.outputs if o.kind is kind]
 
 
 def run_op(node: Node, env: Mapping[str, Tensor]) -> Sequence[Any]:
@@ -111,21 +166,3 @@ def literal(arg: Any, env: Mapping[str, Tensor]) -> Any:
             return [literal(a, env) for a in arg]
         case _:
             return arg
-
-
-def _run_block(captured: CapturedGraph, node: Node, env: Mapping[str, Tensor], watch: Watch) -> list[Tensor | None]:
-    """Forward call: the block's forward. Backward call: the block's forward again, then its backward."""
-    assert node.block is not None
-    graph = captured.block(node.block.key).graph
-    forward = node.op == "autopar.block"
-    plain = [i for i in graph.inputs if i.kind is not InputKind.TANGENT]
-    tangents = [] if forward else [i for i in graph.inputs if i.kind is InputKind.TANGENT]
-    inner = {
-        i.value.name: watch(node, i.value.name, None, env[ref])
-        for i, ref in zip([*plain, *tangents], node.refs, strict=True)
-    }
-    _run(captured, graph, Phase.FORWARD, inner, watch, node)
-    if not forward:
-        _run(captured, graph, Phase.BACKWARD, inner, watch, node)
-    kind = OutputKind.OUTPUT if forward else OutputKind.GRADIENT
-    return [None if o.value is None else inner[o.value] for o in graph.outputs if o.kind is kind]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import CaptureError
-from autopar.tracer.rig import Rig, attributes_kept, cast, routed
+from autopar.errors import AutoparError, CaptureError
+from autopar.tracer.regions import Regions, Where
+from autopar.tracer.rig import Hook, Rig, attributes_kept, cast, routed
 from autopar.tracer.signature import Inputs, Rebuild, captured_dtype, read_outputs
 from autopar.tracer.source import line_of_frame
 from autopar.tracer.torch_private import (
@@ -219,26 +221,35 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def record_forward(rig: Rig, inputs: Inputs, changes: list[str]) -> Record:
+MadeGood = Callable[[Where, Exception], Any]
+"""(a call, what it raised) -> a result like the call's, or raises."""
+
+
+def record_forward(
+    rig: Rig, inputs: Inputs, changes: list[str], regions: Regions, made_good: MadeGood | None = None
+) -> Record:
     """Run the model once on tensors without data. Attributes that it changes are put back, and named in `changes`.
 
     On meta tensors, which is fast; if that fails, on fake CPU tensors, which know more and whose errors say more.
     """
     found: list[str] = []
-    try:
-        with attributes_kept(rig.module, found):
-            record = _record(rig, inputs, "meta")
-    except CaptureError:
-        raise
-    except Exception:
-        found = []
-        with attributes_kept(rig.module, found), rig.mode, enable_python_dispatcher():
-            record = _record(rig, inputs, "cpu")
+    if not regions.calls and made_good is None:
+        try:
+            with attributes_kept(rig.module, found):
+                record = _record(rig, inputs, "meta", regions, None)
+            changes += found
+            return record
+        except CaptureError:
+            raise
+        except Exception:
+            found = []
+    with attributes_kept(rig.module, found), rig.mode, enable_python_dispatcher():
+        record = _record(rig, inputs, "cpu", regions, made_good)
     changes += found
     return record
 
 
-def _record(rig: Rig, inputs: Inputs, device: str) -> Record:
+def _record(rig: Rig, inputs: Inputs, device: str, regions: Regions, made_good: MadeGood | None) -> Record:
     record = Record([(slot.name, slot.is_parameter) for slot in rig.slots], on_meta=device == "meta")
     slots = [rig.stand_in(i, device=device) for i in range(len(rig.slots))]
     installed = [rig.used_form(i, x) for i, x in enumerate(slots)]
@@ -246,11 +257,30 @@ def _record(rig: Rig, inputs: Inputs, device: str) -> Record:
     for i, x in enumerate(installed):
         record.slot_of[record.number(x)] = i
         record.memory_of_slot[storage_key(x)] = i
-    with record, rig.installed(installed), routed(rig.names, record.hook):
+    hook = regions.around(rig, record.hook)
+    if made_good is not None:
+        hook = _forgiving(hook, made_good)
+    with regions.entered(), record, rig.installed(installed), routed(rig.names, hook):
         result = inputs.call(rig.module, given)
         record.replaced = [i for i, _ in rig.replaced(installed)]
     record.outputs, record.rebuild = read_outputs(result)
     return record
+
+
+def _forgiving(hook: Hook, made_good: MadeGood) -> Hook:
+    counts: dict[str, int] = {}
+
+    def outer(module: nn.Module, path: str, args: Any, kwargs: Any, proceed: Any) -> Any:
+        counts[path] = counts.get(path, -1) + 1
+        where = path, counts[path]
+        try:
+            return hook(module, path, args, kwargs, proceed)
+        except AutoparError:
+            raise
+        except Exception as error:
+            return made_good(where, error)
+
+    return outer
 
 
 def stand_ins(inputs: Inputs, precision: str, device: str) -> list[Tensor]:

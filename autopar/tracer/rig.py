@@ -147,20 +147,45 @@ Hook = Callable[[nn.Module, str, tuple[Any, ...], dict[str, Any], Callable[[], A
 
 
 @contextmanager
-def routed(names: dict[int, str], hook: Hook) -> Iterator[None]:
-    """Every call of a module in `names` goes through `hook`."""
+def routed(names: dict[int, str], hook: Hook, under: str = "") -> Iterator[None]:
+    """Every call of a module in `names` goes through `hook`. An exception remembers the innermost of them.
+
+    `under`: path that the names are relative to.
+    """
     original = nn.Module.__call__
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = names.get(id(module))
         if path is None:
             return original(module, *args, **kwargs)
-        return hook(module, path, args, kwargs, lambda: original(module, *args, **kwargs))
+        try:
+            return hook(module, path, args, kwargs, lambda: original(module, *args, **kwargs))
+        except Exception as error:
+            if failed_module(error) is None:
+                error.autopar_module = ".".join(p for p in (under, path) if p)  # type: ignore[attr-defined]
+            raise
 
     with mock.patch.object(nn.Module, "__call__", call):
         yield
 
 
+def failed_module(error: Exception) -> str | None:
+    """Path of the innermost module whose call raised `error`."""
+    found: str | None = getattr(error, "autopar_module", None)
+    return found
+
+
+class Unknown(Tensor):
+    """In the place of an attribute that a region's run changes: whoever computes with it fails, and must be a part of
+    the region."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse."""
+        raise ValueError("this attribute is set by a submodule that cannot be captured")
+
+
+UNKNOWN = torch.empty(0).as_subclass(Unknown)
 STANDARD = frozenset(nn.Module().__dict__) - {"training"}
 SCALARS = (bool, int, float, str)
 
@@ -172,7 +197,7 @@ def attributes_kept(module: nn.Module, changes: list[str]) -> Iterator[None]:
     A change is another plain value, another tensor, or a dict or list with other plain values in it. An attribute that
     appears, or that held None, is a by-product (a cache, a kept activation): it is put back and not a change.
     """
-    saved = [(path, m, dict(m.__dict__), _inner(m.__dict__)) for path, m in module.named_modules()]
+    saved = [(path, m, dict(m.__dict__), shallow(m.__dict__)) for path, m in module.named_modules()]
     try:
         yield
     finally:
@@ -181,7 +206,7 @@ def attributes_kept(module: nn.Module, changes: list[str]) -> Iterator[None]:
             _restore(m, before, inner)
 
 
-def _inner(attributes: dict[str, Any]) -> dict[str, Any]:
+def shallow(attributes: dict[str, Any]) -> dict[str, Any]:
     """Shallow copies of the dict and list attributes."""
     plain = {k: v for k, v in attributes.items() if k not in STANDARD and type(v) in (dict, list)}
     return {k: (dict(v) if isinstance(v, dict) else list(v)) for k, v in plain.items()}
@@ -193,6 +218,8 @@ def _changed(now: dict[str, Any], before: dict[str, Any], inner: dict[str, Any])
         if key in STANDARD or key not in now:
             continue
         new = now[key]
+        if isinstance(new, Unknown):
+            continue
         if new is not old:
             plain = isinstance(old, SCALARS) and (type(new) is not type(old) or new != old)
             if plain or (isinstance(old, Tensor) and not key.startswith("_")):
@@ -200,6 +227,21 @@ def _changed(now: dict[str, Any], before: dict[str, Any], inner: dict[str, Any])
         elif key in inner and _plain_part(new) != _plain_part(inner[key]):
             found.append(key)
     return found
+
+
+def same_content(old: Any, new: Any, copy: Any) -> bool:
+    """Whether an attribute is as it was. `copy`: of a dict or list, its content before."""
+    if copy is not None:
+        now = list(new.items()) if isinstance(new, dict) else list(new) if isinstance(new, list) else None
+        was = list(copy.items()) if isinstance(copy, dict) else list(copy)
+        return new is old and now is not None and len(now) == len(was) and all(map(_same, was, now))
+    return _same(old, new)
+
+
+def _same(old: Any, new: Any) -> bool:
+    if isinstance(old, tuple) and isinstance(new, tuple):
+        return len(old) == len(new) and all(map(_same, old, new))
+    return old is new or (isinstance(old, SCALARS) and type(old) is type(new) and bool(old == new))
 
 
 def _plain_part(container: Any) -> Any:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 
 import torch
+from torch import nn
 
 import autopar
 
@@ -62,3 +63,9 @@ def _expression(code: CodeType, instruction: int, lineno: int) -> str:
         if first == last == lineno and start is not None and end is not None and end > start:
             return line.encode()[start:end].decode(errors="replace")
     return line.strip()
+
+
+def source_of(module: nn.Module) -> str:
+    """ "file.py:12" of a module's forward, "" if unknown."""
+    code = getattr(getattr(type(module).forward, "__func__", type(module).forward), "__code__", None)
+    return f"{_short(code.co_filename)}:{code.co_firstlineno}" if code is not None else ""

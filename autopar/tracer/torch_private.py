@@ -27,6 +27,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopar.ir.graph import Measured
 
 __all__ = ["TorchDispatchMode", "enable_python_dispatcher"]
 
@@ -219,3 +223,68 @@ def _annotating(where: Callable[[], Any]) -> Iterator[None]:
 def outer_frame() -> Any:
     """The frame that called the caller of this function."""
     return sys._getframe(2)
+
+
+@contextmanager
+def eager_flags() -> Iterator[None]:
+    """Inside `capture_flags`: models are told that they run as they are."""
+    compiler = torch.compiler
+    with (
+        mock.patch.object(compiler, "_is_compiling_flag", False),
+        mock.patch.object(compiler, "_is_exporting_flag", False),
+    ):
+        was = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(True)
+        try:
+            yield
+        finally:
+            torch._C._set_mkldnn_enabled(was)
+
+
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts floating point operations, and bytes that ops read and write (views move none)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = FlopCounterMode(display=False)
+        self.moved = 0
+
+    def __enter__(self) -> Counter:
+        self.flops.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.flops.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if all(r.alias_info is None for r in func._schema.returns) or func._schema.is_mutable:
+            seen = tree_leaves((args, kwargs, result))
+            self.moved += sum(x.numel() * x.element_size() for x in seen if isinstance(x, Tensor))
+        return result
+
+    @property
+    def measured(self) -> Measured:
+        """So far; an op that is no matrix product counts one operation for each element it moves."""
+        return Measured(self.flops.get_total_flops() + self.moved // 8, self.moved)
+
+
+def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves that autograd would give gradients of these tensors to."""
+    todo = [x.grad_fn if x.grad_fn is not None else x for x in outputs if x.requires_grad]
+    seen: set[Any] = set()
+    found: list[Tensor] = []
+    while todo:
+        at = todo.pop()
+        if isinstance(at, Tensor):
+            found.append(at)
+            continue
+        if at in seen:
+            continue
+        seen.add(at)
+        if hasattr(at, "variable"):
+            found.append(at.variable)
+        todo += [f for f, _ in at.next_functions if f is not None]
+    return found
