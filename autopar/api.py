@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,8 @@ from autopar.verification.bisect import bisect as bisect_values
 
 # A plan prints as the table that people read; `ir` itself knows no tables.
 Plan.__str__ = plan_text  # type: ignore[method-assign,assignment]
+
+_log = logging.getLogger("autopar")
 
 MESH_GAP = 0.005
 """How far from proven optimal the plan of one mesh may be: where memory binds, the last half percent costs most of the
@@ -110,9 +113,13 @@ def capture(
     options: Options | None = None,
     model_name: str | None = None,
 ) -> CapturedGraph:
-    """The joint graph of a model called with these inputs."""
+    """The joint graph of a model called with these inputs. Submodules that run as they are are logged as warnings."""
     args, kwargs = _call(example_inputs)
-    return tracer.capture(model, args, kwargs, options=options or Options(), model_name=model_name)
+    captured = tracer.capture(model, args, kwargs, options=options or Options(), model_name=model_name)
+    if os.environ.get("RANK", "0") == "0":
+        for region in captured.regions:
+            _log.warning("region %s (%s): %s", region.key, region.source, region.message)
+    return captured
 
 
 def _call(example_inputs: Mapping[str, Any] | tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -68,6 +68,9 @@ def search(
         str | None, Parameter(help="Bytes per device, such as 40GiB; default: the device's.")
     ] = None,
     time_limit: Annotated[float | None, Parameter(help="Seconds for the solver; the plan then says its gap.")] = None,
+    strict: Annotated[
+        bool, Parameter(help="Refuse a model of which a part cannot be captured, instead of running that part whole.")
+    ] = False,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"], help="Write the plan there as JSON.")] = None,
     dump_dir: Annotated[Path | None, Parameter(help="Each stage writes what it hands on there.")] = None,
     json_: Json = False,
@@ -102,6 +105,7 @@ def search(
             search_space=degrees,
             precision=precision,
             time_limit_s=time_limit,
+            strict=strict,
             dump_dir=str(dump_dir) if dump_dir else None,
         )
         plan = api.search(

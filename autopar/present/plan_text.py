@@ -241,11 +241,14 @@ def _part(us: float, step_us: float) -> str:
 
 
 def notes_view(notes: Sequence[PlanNote], shown: int | None = NOTES_SHOWN) -> Iterator[RenderableType]:
-    """Notes that say the same, once, with how many places; those said most often first; at most `shown` (None: all)."""
+    """Notes that say the same, once, with how many places; at most `shown` (None: all).
+
+    Regions come first, then what is said most often.
+    """
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for note in notes:
         alike[note.kind, note.message].append(note.where)
-    ordered = sorted(alike.items(), key=lambda item: -len(item[1]))
+    ordered = sorted(alike.items(), key=lambda item: (item[0][0] != "region", -len(item[1])))
     grid = _grid()
     for (kind, message), places in ordered[:shown]:
         more = f" and {len(places) - 1} more places" if len(places) > 1 else ""

@@ -23,6 +23,8 @@ def note_replicated(
         for node in graph.nodes:
             if node.block is not None or len(rules[graph.name, node.name]) > 1 or (node.op, _where(node)) in seen:
                 continue
+            if node.measured is not None:  # a region: it has a note of its own
+                continue
             if max((o.meta.numel for o in node.outputs if o is not None), default=0) <= 1:
                 continue
             seen.add((node.op, _where(node)))
@@ -38,7 +40,7 @@ def note_lost(captured: CapturedGraph, mesh: Mesh, traces: Mapping[str, Mapping[
         by_op: dict[str, list[Node]] = {}
         for graph in captured.graphs:
             for node in graph.nodes:
-                if node.name in traces[axis.name][graph.name].lost:
+                if node.name in traces[axis.name][graph.name].lost and node.measured is None:
                     by_op.setdefault(node.op, []).append(node)
         what = "batch" if axis.name == "dp" else "sequence"
         for op, nodes in by_op.items():

@@ -109,7 +109,7 @@ class Runner:
             if x._version != version:
                 raise self._changed(f"it changes {name} in place, which it did not at capture")
         for k, value in zip(fixed, values, strict=True):
-            if not torch.equal(value, tensors[k]):
+            if not same_values(value, tensors[k]):
                 raise self._changed(f"it changes {s.names[k]}, which it did not at capture")
         for k, x in enumerate(now, first):
             if x is not arguments[k] and k not in s.updated:
@@ -197,6 +197,11 @@ def _words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 def _shown(leaf: Any) -> str:
     return _words(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Of equal shapes; NaN is NaN."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _restore(saved: list[tuple[dict[str, Any], str, Any]]) -> None:

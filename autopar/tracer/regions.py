@@ -33,7 +33,7 @@ from autopar.ir.graph import (
 from autopar.tracer.leaf_ops import Likeness
 from autopar.tracer.refuse import INTO_SUBMODULE, Refusal, UncapturableError, readable_errors, refusal_of
 from autopar.tracer.region_ops import RegionFunction, RegionShapes, regions_known
-from autopar.tracer.region_run import CallSpec, Runner, copied, drawing, generators
+from autopar.tracer.region_run import CallSpec, Runner, copied, drawing, generators, same_values
 from autopar.tracer.rig import STANDARD, UNKNOWN, Hook, Rig, attributes_kept, cast, routed, same_content, shallow
 from autopar.tracer.signature import Constant, Inputs, captured_dtype
 from autopar.tracer.source import source_of
@@ -50,6 +50,7 @@ class RegionCall:
     """One call of a region.
 
     Attributes:
+        modes: whether each module in it is in training mode.
         slots: the rig's slots that are its parameters and buffers.
         touched: attributes, by module, that its run changes.
         forward, backward, kept_bytes: what a run cost.
@@ -58,6 +59,7 @@ class RegionCall:
     spec: CallSpec
     module: nn.Module
     shapes: RegionShapes
+    modes: tuple[tuple[str, bool], ...]
     slots: tuple[int, ...]
     touched: tuple[tuple[nn.Module, str], ...]
     forward: Measured
@@ -129,6 +131,8 @@ class _Build:
         path = self.region.path
         if path not in shared:
             shared[path] = copied(self.region.module, self.stored)
+            for name, training in self.region.modes:
+                shared[path].get_submodule(name).training = training
         return Runner(self.region.spec, shared[path])
 
 
@@ -297,8 +301,10 @@ class _RealRun:
                 self.inputs.call(rig.module, given)
             except CaptureError:
                 raise
-            except Exception:
-                raise self.failed from None
+            except Exception as error:
+                first = (str(error).strip() or type(error).__name__).splitlines()[0]
+                told = f"; the model as it is fails too: {type(error).__name__}: {first}"
+                raise UncapturableError(self.failed.refusal, told) from None
         return self
 
     def _stored(self, x: Tensor) -> Tensor:
@@ -418,7 +424,7 @@ class _Watch:
             x, version = self.installed[i], self.stored_versions[i]
             d, name = slot.places[0]
             same = d[name] is x and x._version == version
-            if same and (slot.is_parameter or torch.equal(x, self.buffers[i])):
+            if same and (slot.is_parameter or same_values(x, self.buffers[i])):
                 continue
             if slot.is_parameter:
                 raise CaptureError(
@@ -516,6 +522,7 @@ class _Trial:
         likenesses = [Likeness.at_border(next(given)) if flag else None for flag in self.spec.grads]
         return RegionCall(
             spec=spec, module=module, path=path, slots=tuple(self.watch.own), touched=touched,
+            modes=tuple((n, m.training) for n, m in module.named_modules()),
             shapes=RegionShapes(
                 outputs=tuple(map(Likeness.at_border, made)),
                 differentiable=(*spec.differentiable, *(False for _ in spec.updated)),

@@ -480,7 +480,7 @@ def test_meta_tensors_are_refused_with_the_reason(what: str) -> None:
         model.to("meta")
     else:
         x = x.to("meta")
-    with pytest.raises(CaptureError, match="inner could run as a region.*meta device"):
+    with pytest.raises(CaptureError, match=r"inner could run as a region.*meta device"):
         capture(model, (x,), {}, options=Options())
 
 
@@ -499,7 +499,7 @@ def test_a_parameter_changed_after_the_failing_line_is_refused() -> None:
 
     model = Around(Clips())
     before = model.inner.lin.weight.clone()
-    with pytest.raises(CaptureError, match="'inner.lin.weight' is changed in place"):
+    with pytest.raises(CaptureError, match=r"'inner\.lin\.weight' is changed in place"):
         capture(model, (torch.randn(2, 4),), {}, options=Options())
     assert torch.equal(before, model.inner.lin.weight)
 
