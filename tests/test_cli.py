@@ -296,3 +296,45 @@ def test_verify_edited_code(capsys: Capture, tmp_path: Path) -> None:
     assert status == 1
     assert "first wrong op: aten.native_layer_norm.default in the forward of" in " ".join(out.split())
     assert f"emitted line {at + 1} (" in " ".join(out.split())
+
+
+REGION_MODEL = """
+import torch
+from torch import nn
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.lin(x) if x.sum() > 0 else -self.lin(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.gate = nn.Linear(4, 4), Gate()
+
+    def forward(self, x):
+        return self.gate(self.first(x)).pow(2).sum()
+
+
+def make():
+    return Model(), {"x": torch.randn(8, 4)}
+"""
+
+
+def test_search_names_a_region_and_strict_refuses_it(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "gated.py").write_text(REGION_MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    code, out, _ = run(capsys, "search", "gated:make", "--cluster", "rtx3090:2", "--precision", "fp32")
+    assert code == 0 and "region" in out and "gated.py:12" in out
+    assert [r.getMessage() for r in caplog.records if r.name == "autopar"][0].startswith(
+        "region gate (gated.py:12): `x."
+    )
+    code, out, err = run(capsys, "search", "gated:make", "--cluster", "rtx3090:2", "--precision", "fp32", "--strict")
+    assert code == 2 and out == "" and err.count("\n") == 1 and "gated.py:12" in err and "torch.where" in err
