@@ -333,8 +333,7 @@ def test_search_names_a_region_and_strict_refuses_it(
     monkeypatch.syspath_prepend(tmp_path)
     code, out, _ = run(capsys, "search", "gated:make", "--cluster", "rtx3090:2", "--precision", "fp32")
     assert code == 0 and "region" in out and "gated.py:12" in out
-    assert [r.getMessage() for r in caplog.records if r.name == "autopar"][0].startswith(
-        "region gate (gated.py:12): `x."
-    )
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "autopar"]
+    assert said.startswith("region gate (gated.py:12): `x.")
     code, out, err = run(capsys, "search", "gated:make", "--cluster", "rtx3090:2", "--precision", "fp32", "--strict")
     assert code == 2 and out == "" and err.count("\n") == 1 and "gated.py:12" in err and "torch.where" in err
