@@ -25,7 +25,7 @@ from autopar.runtime.certificate.recorder import Notes, Recorder
 from autopar.runtime.comm import Communicator
 from autopar.runtime.loaded import Executable
 from autopar.runtime.parameters import Weights, placements, storage_layouts, unwrap, wrap
-from autopar.runtime.region_gradients import Given, gradient_sources
+from autopar.runtime.regions import Given, gradient_sources, region_metas
 from autopar.runtime.torch_private import keeps_graph
 
 Compiled = tuple[CapturedGraph, Plan, Source]
@@ -234,6 +234,10 @@ def _arguments(captured: CapturedGraph, executable: Executable, mesh: Mesh, rank
         constants=pieces(InputKind.CONSTANT, executable.constants),
         inputs=pieces(InputKind.INPUT, executable.inputs),
         tangents=pieces(InputKind.TANGENT, executable.tangents),
+        regions=tuple(
+            (key, tuple((m.dtype, m.shape) for m in made), tuple((m.dtype, m.shape) for m in gradients))
+            for key, made, gradients in region_metas(captured.top)
+        ),
     )
 
 

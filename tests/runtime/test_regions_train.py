@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -304,3 +305,15 @@ def test_a_region_is_priced() -> None:
         plan = api.plan_captured(captured, load_cluster("rtx3090:1"), options=Options())
         costs.append(sum(s.us for key, s in plan.strategies["top"].items() if "autopar.region" in key))
     assert costs[1] > costs[0] > 0
+
+
+def test_bisect_runs_regions_as_the_ranks_do() -> None:
+    model = Model((False, True)).double()
+    captured, plan, source = built(model, batch(), 2)
+    report = api.verify_source(captured, plan, source, model, batch(), steps=1, bisect=True)
+    assert report.ok and report.bisection is not None and report.bisection.first is None
+    text = source.text.replace('rt.slice(region_0, "dp", 0)', '2 * rt.slice(region_0, "dp", 0)')
+    assert text != source.text
+    report = api.verify_source(captured, plan, replace(source, text=text), model, batch(), steps=1, bisect=True)
+    assert not report.ok and report.bisection is not None and report.bisection.first is not None
+    assert "region_0" in report.bisection.first.text

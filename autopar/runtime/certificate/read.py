@@ -18,7 +18,7 @@ from autopar.errors import CertificateError
 from autopar.ir.mesh import Mesh
 from autopar.runtime.certificate.calls import Call, Trace, Where
 from autopar.runtime.certificate.expressions import OPERATORS, Expressions, Names
-from autopar.runtime.certificate.recorder import Notes, Recorder
+from autopar.runtime.certificate.recorder import Notes, Recorder, SilentRegion
 from autopar.runtime.certificate.values import (
     ARGUMENT,
     RANK,
@@ -40,13 +40,19 @@ DEPTH = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """(dtype, local shape) of what the runtime hands to `forward` and `backward`, in order."""
+    """(dtype, local shape) of what the runtime hands to `forward` and `backward`, in order.
+
+    `regions`: (key, what its forward gives but for the last, what its backward gives).
+    """
 
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
     buffers: tuple[tuple[str, tuple[int, ...]], ...] = ()
     constants: tuple[tuple[str, tuple[int, ...]], ...] = ()
     inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
     tangents: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    regions: tuple[
+        tuple[str, tuple[tuple[str, tuple[int, ...]], ...], tuple[tuple[str, tuple[int, ...]], ...]], ...
+    ] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +141,7 @@ class _Reader(Expressions):
         """Module, forward, backward."""
         self._block(self.text.tree.body, self.globals)
         rank = Value(self.rt)
+        self.rt.regions = {key: SilentRegion(*shapes) for key, *shapes in arguments.regions} if arguments else {}
 
         def given(kind: str) -> Value:
             if arguments is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -64,3 +65,23 @@ class Recorder(Communicator):
         x = torch.empty(shape, dtype=dtype, device=self.device)
         self.notes.add("receive", x, peer=rank)
         return x
+
+
+@dataclass(frozen=True, slots=True)
+class SilentRegion:
+    """Stands for a region, which talks to nobody: the (dtype, shape)s that its forward and its backward give."""
+
+    made: Sequence[tuple[str, Sequence[int]]]
+    gradients: Sequence[tuple[str, Sequence[int]]]
+
+    def forward(self, tensors: Sequence[Tensor], salt: str) -> list[Tensor]:
+        """Outputs, new values of buffers, and a token."""
+        return [*_empty(self.made), torch.empty((), dtype=torch.uint8, device="meta")]
+
+    def backward(self, kept: object, tangents: Sequence[Tensor], again: bool) -> tuple[list[Tensor], frozenset[int]]:
+        """Gradients."""
+        return _empty(self.gradients), frozenset()
+
+
+def _empty(metas: Sequence[tuple[str, Sequence[int]]]) -> list[Tensor]:
+    return [torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta") for dtype, shape in metas]

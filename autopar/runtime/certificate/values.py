@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ir.graph import TOKEN
+
 RANK, ARGUMENT = 1, 2
 """RANK: hangs on which rank it is. ARGUMENT: on a plain argument of the function that is being read."""
 
@@ -108,10 +110,10 @@ _META = re.compile(r"\b([a-z]+[0-9_a-z]*)\[([0-9, ]*)\]")
 
 
 def metas_in(comment: str) -> list[Tensor]:
-    """The tensors that an emitted line's comment tells of: "float32[12, 4] dp:S(0)"."""
+    """The tensors that an emitted line's comment tells of: "float32[12, 4] dp:S(0)". What a region keeps is one too."""
     found = []
     for name, dims in _META.findall(comment):
-        dtype = getattr(torch, name, None)
+        dtype = torch.uint8 if name == TOKEN else getattr(torch, name, None)
         if isinstance(dtype, torch.dtype):
             found.append(meta(dtype, [int(d) for d in dims.split(",") if d.strip()]))
     return found

@@ -1,4 +1,6 @@
-"""Which parameters get their gradient from regions alone: where these give none, the parameter's `.grad` is None.
+"""What a graph says of its regions: which parameters get their gradient from regions alone, and what regions make.
+
+Where such a parameter gets none from them, its `.grad` is None.
 
 An expert that no token was sent to is left alone by the optimizer, weight decay included, as on one device.
 """
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.ir.graph import REGION_BACKWARD, Graph, Node, OutputKind
+from autopar.ir.graph import REGION, REGION_BACKWARD, Graph, Node, OutputKind, TensorMeta
 
 Given = tuple[str, int]
 """(region key, position among what its backward gives)."""
@@ -41,3 +43,14 @@ def _sources(value: str, made: Mapping[str, tuple[Node, int]]) -> frozenset[Give
     parts = [_sources(ref, made) for ref in node.refs]
     whole = [p for p in parts if p is not None]
     return frozenset(g for p in whole for g in p) if len(whole) == len(parts) else None
+
+
+def region_metas(graph: Graph) -> list[tuple[str, tuple[TensorMeta, ...], tuple[TensorMeta, ...]]]:
+    """(key, what its forward makes but for the token, what its backward makes) of each region's call."""
+    made = {n.args[0]: n for n in graph.nodes if n.op == REGION}
+    back = {n.args[0]: n for n in graph.nodes if n.op == REGION_BACKWARD}
+    return [(key, _metas(n)[:-1], _metas(back[key]) if key in back else ()) for key, n in made.items()]
+
+
+def _metas(node: Node) -> tuple[TensorMeta, ...]:
+    return tuple(o.meta for o in node.outputs if o is not None)
