@@ -51,12 +51,13 @@ def test_search_space() -> None:
 
 
 def test_tensor_axis_inside_a_node_comes_first() -> None:
+    """CLU-15: the axis with the most traffic lies within a node."""
     spec = cluster((4, 1.0, 300.0), (2, 5.0, 10.0))
     meshes = mesh_candidates(spec, Options())
     assert [str(m) for m in meshes] == ["dp=8", "dp=4 × tp=2", "dp=2 × tp=4", "tp=8"]
     assert [[a.level for a in m.axes] for m in meshes] == [[1], [1, 0], [1, 0], [1]]
     heavy = mesh_candidates(spec, Options(pins={"tp": 4}))[0]
-    assert heavy.groups("tp") == ((0, 1, 2, 3), (4, 5, 6, 7))  # each within a node (CLU-15)
+    assert heavy.groups("tp") == ((0, 1, 2, 3), (4, 5, 6, 7))  # each within a node
 
 
 @pytest.mark.parametrize(

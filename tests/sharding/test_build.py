@@ -174,7 +174,7 @@ def test_a_pin_to_whole_is_used_whole() -> None:
 @pytest.mark.parametrize(
     ("pins", "words"),
     [
-        ({"model.layers.*.mlp.up_prj": "tp:S(0)"}, "up_proj"),  # USE-02
+        ({"model.layers.*.mlp.up_prj": "tp:S(0)"}, "up_proj"),
         ({"lm_heed": "tp:S(0)"}, "did you mean lm_head"),
         ({"lm_head": "tp:X(0)"}, "is no layout"),
         ({"lm_head": "tp:P"}, "can't be stored as a sum"),
@@ -183,6 +183,7 @@ def test_a_pin_to_whole_is_used_whole() -> None:
     ],
 )
 def test_bad_pins_are_refused_in_words(pins: dict[str, str | int], words: str) -> None:
+    """USE-02: a pin that matches nothing names what comes closest."""
     with pytest.raises(UserError, match=re.escape(words)):
         build_table(captured("llama"), mesh(dp=2, tp=2), Options(pins=pins), rules=CACHE)
 

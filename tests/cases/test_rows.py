@@ -1,0 +1,198 @@
+"""Every field case of the kinds that the compiler answers for is tested by its id, or waits here for a named room.
+
+A test names a row in its function's name (`test_cap08_09_rest`: CAP-08 and CAP-09), or the row's id stands in a text
+of the test file: a docstring, a table of cases, a parameter's id ("OP-21"). What is skipped outright names nothing. A
+row both tested and waiting fails: take it out of `WAITING` when its test comes.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+CASES = "shared/cases/field-cases.md"
+"""The field cases are in a folder beside the repository (`../shared`), or above that, not in it."""
+KINDS = ("CAP", "OP", "NUM", "CLU", "USE", "X")
+
+WAITING = {
+    "CAP-14": "shapes and modes",
+    "CAP-28": "shapes and modes",
+    "OP-02": "uneven cuts",
+    "OP-03": "uneven cuts",
+    "OP-06": "operators",
+    "OP-08": "operators",
+    "OP-11": "operators",
+    "OP-12": "operators",
+    "OP-13": "operators",
+    "OP-15": "operators",
+    "OP-16": "uneven cuts",
+    "OP-18": "operators",
+    "OP-19": "operators",
+    "OP-23": "operators",
+    "OP-25": "operators",
+    "OP-28": "operators",
+    "OP-29": "operators",
+    "OP-31": "operators",
+    "OP-32": "operators",
+    "OP-34": "operators",
+    "OP-35": "operators",
+    "OP-37": "uneven cuts",
+    "OP-38": "operators",
+    "OP-40": "operators",
+    "NUM-01": "numerics",
+    "NUM-03": "numerics",
+    "NUM-04": "numerics",
+    "NUM-06": "numerics",
+    "NUM-07": "pipeline",
+    "NUM-09": "numerics",
+    "NUM-10": "pipeline",
+    "NUM-12": "numerics",
+    "NUM-13": "pipeline",
+    "NUM-15": "random draws",
+    "NUM-16": "random draws",
+    "NUM-18": "recompute",
+    "NUM-19": "recompute",
+    "NUM-21": "mixed precision",
+    "NUM-22": "numerics",
+    "NUM-24": "trainer",
+    "NUM-26": "pipeline",
+    "NUM-28": "pipeline",
+    "NUM-29": "checkpoint",
+    "CLU-01": "clusters",
+    "CLU-02": "clusters",
+    "CLU-03": "clusters",
+    "CLU-05": "clusters",
+    "CLU-06": "clusters",
+    "CLU-08": "clusters",
+    "CLU-09": "clusters",
+    "CLU-11": "pipeline",
+    "CLU-12": "clusters",
+    "CLU-14": "pipeline",
+    "CLU-18": "clusters",
+    "USE-03": "usability",
+    "USE-05": "usability",
+    "USE-06": "usability",
+    "USE-08": "usability",
+    "USE-09": "usability",
+    "USE-11": "usability",
+    "USE-14": "usability",
+    "X-01": "operators",
+    "X-02": "uneven cuts",
+    "X-03": "operators",
+    "X-04": "checkpoint",
+    "X-05": "shapes and modes",
+}
+"""Row -> the room that it waits for."""
+
+ROOMS = frozenset(
+    {
+        "pipeline",
+        "recompute",
+        "checkpoint",
+        "mixed precision",
+        "trainer",
+        "random draws",
+        "numerics",
+        "clusters",
+        "operators",
+        "uneven cuts",
+        "shapes and modes",
+        "usability",
+    }
+)
+"""What is still to be built, or has no test by the row's id yet."""
+
+_TITLE = re.compile(rf"^({'|'.join(k.lower() for k in KINDS)})_?(\d\d)((?:_\d\d)*)(?:_|$)")
+_ID = re.compile(rf"\b({'|'.join(KINDS)})-(\d\d)\b")
+
+
+@lru_cache(maxsize=1)
+def rows() -> tuple[str, ...]:
+    """Ids in the first column of the tables of the field cases."""
+    file = next((p / CASES for p in TESTS.parent.parents if (p / CASES).is_file()), None)
+    if file is None:
+        pytest.skip(f"the field cases are not beside this checkout (../{CASES})")
+    found = re.findall(rf"^\| ((?:{'|'.join(KINDS)})-\d\d) \|", file.read_text(), flags=re.MULTILINE)
+    assert len(found) == len(set(found)) > 50
+    return tuple(found)
+
+
+def named_in(source: str) -> set[str]:
+    """Ids that a test file names."""
+    found: set[str] = set()
+    for node in _kept(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            title = _TITLE.match(node.name.removeprefix("test_"))
+            if title:
+                kind, first, more = title.groups()
+                found |= {f"{kind.upper()}-{n}" for n in (first, *more.split("_")) if n}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {f"{kind}-{n}" for kind, n in _ID.findall(node.value)}
+    return found
+
+
+def _kept(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes, tests that are skipped outright left out."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        marks = map(ast.unparse, getattr(child, "decorator_list", ()))
+        if not any("mark.skip(" in mark for mark in marks):
+            yield from _kept(child)
+
+
+@lru_cache(maxsize=1)
+def places() -> dict[str, list[str]]:
+    """Row -> the test files that name it."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(TESTS.rglob("test_*.py")):
+        if path != Path(__file__):
+            for row in named_in(path.read_text()):
+                found.setdefault(row, []).append(str(path.relative_to(TESTS)))
+    return found
+
+
+def test_every_row_is_tested_or_waits() -> None:
+    missing = [row for row in rows() if row not in places() and row not in WAITING]
+    assert not missing, f"no test names {', '.join(missing)}, and they do not wait for a room in WAITING"
+
+
+def test_no_row_waits_that_is_tested() -> None:
+    both = {row: places()[row] for row in WAITING if row in places()}
+    assert not both, f"tested, so no longer waiting; take them out of WAITING: {both}"
+
+
+def test_only_rows_wait() -> None:
+    assert set(WAITING) <= set(rows()), sorted(set(WAITING) - set(rows()))
+    assert set(WAITING.values()) <= ROOMS, sorted(set(WAITING.values()) - ROOMS)
+
+
+def test_tests_name_rows_that_exist() -> None:
+    """A typing error in an id would count for nothing."""
+    unknown = {row: where for row, where in places().items() if row not in rows()}
+    assert not unknown, unknown
+
+
+def test_the_search_sees() -> None:
+    source = '''
+def test_cap08_09_21_unused(): pass
+def test_use_05_next(): pass
+def test_x06(): pass
+def test_num1_too_short(): pass
+def test_top01_other(): pass
+def helper_op13(): pass
+@pytest.mark.parametrize("row", ["OP-21"])
+def test_positions():
+    """CLU-17, CLU-18: no XOP-33, no CLU-1."""
+    # NUM-03: a comment names nothing
+@pytest.mark.skip(reason="CLU-11 waits for stages")
+def test_clu11_stages():
+    """CLU-14"""
+'''
+    wanted = {"CAP-08", "CAP-09", "CAP-21", "USE-05", "X-06", "OP-21", "CLU-17", "CLU-18"}
+    assert named_in(source) == wanted
