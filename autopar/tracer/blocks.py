@@ -15,7 +15,7 @@ from autopar.tracer.convert import Argument, BlockUse, Converter
 from autopar.tracer.joint import Position, trace
 from autopar.tracer.leaf_ops import BlockFunction, LeafShapes, Likeness
 from autopar.tracer.record import Call, Record
-from autopar.tracer.rig import Rig, routed
+from autopar.tracer.rig import Rig, attributes_kept, routed
 from autopar.tracer.signature import meta_of
 from autopar.tracer.torch_private import enable_python_dispatcher
 from autopar.tracer.tree import flatten
@@ -169,7 +169,8 @@ def _block_function(rig: Rig, call: Call, footprint: Footprint, position: Positi
                     leaves[i] = x
         args, kwargs = call.spec.build(leaves)
         autocast = torch.autocast("cpu", dtype=call.autocast, enabled=call.autocast is not None)
-        with rig.installed(installed), routed(names, hook, call.path), autocast:
+        kept = attributes_kept(call.module, [])
+        with kept, rig.installed(installed), routed(names, hook, call.path), autocast:
             result = [leaf for _, leaf in flatten(call.module(*args, **kwargs))[0]]
         outputs: dict[int, Tensor] = {}
         for (kind, k), leaf in zip(footprint.results, result, strict=True):

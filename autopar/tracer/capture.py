@@ -200,7 +200,10 @@ def _top_function(
             finally:
                 position.paths.pop()
 
-        with rig.installed(installed), routed(rig.names, regions.around(rig, hook)):
+        # Autograd runs this more than once: what one run leaves in attributes (a table made at the first call) must not
+        # be there in the next.
+        kept = attributes_kept(rig.module, [])
+        with kept, rig.installed(installed), routed(rig.names, regions.around(rig, hook)):
             result = inputs.call(rig.module, [cast(x, rig.precision) for x in given])
             for i, new in rig.replaced(installed):
                 slots[used.index(i)].copy_(new)
