@@ -163,6 +163,17 @@ def test_a_line_that_is_gone() -> None:
     assert "lacks" in str(result)
 
 
+def test_memory_before_it_is_filled() -> None:
+    """What an op leaves in fresh memory is no value; what is written over it is."""
+    from autopar.verification.bisect import _without_content
+
+    assert all(map(_without_content, ("aten.new_empty.default", "aten.empty_like.default", "aten.empty.memory_format")))
+    assert not any(map(_without_content, ("aten.new_zeros.default", "aten.mm.default", "autopar.block")))
+    found = bisected("deepseek_v3", "tp", 2)
+    assert found.first is None, str(found)
+    assert found.drawn > 0
+
+
 def test_lines_of_an_edited_text() -> None:
     *_, source = planned("tower", "2x2", 4)
     assert aligned(source, source.text) == source.made

@@ -110,7 +110,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bisection:
-    """`compared` values; `drawn` were taken from the ranks (random draws), and could not be compared.
+    """`compared` values; `drawn` were taken from the ranks, since one device's say nothing: random draws, empty memory.
 
     `rounded`: differ by no more than an op makes of rounding in its inputs, as where the exact result is zero.
     `missing`: lines emitted for the plan that the program lacks. `elsewhere`: where to look if nothing was found.
@@ -125,7 +125,9 @@ class Bisection:
 
     def __str__(self) -> str:
         head = f"{self.compared} values of forward and backward compared"
-        head += f", {self.drawn} random draws taken from the ranks" if self.drawn else ""
+        head += (
+            f", {self.drawn} more taken from the ranks (random, or memory before it is filled)" if self.drawn else ""
+        )
         head += f", {self.rounded} of them apart by rounding" if self.rounded else ""
         lines = [head if self.first is not None else f"{head}: all as on one device"]
         lines += ["lines of the plan's program that this one lacks:", *self.missing] if self.missing else []
@@ -194,7 +196,7 @@ class _Work:
 
     def run_reference(self, reference: Callable[[Any], object], is_random: Callable[[str], bool]) -> None:
         """Every value as one device makes it. Random draws are the ranks' own."""
-        drawing = {n.key for g in self.captured.graphs for n in g.nodes if is_random(n.op)}
+        drawing = {n.key for g in self.captured.graphs for n in g.nodes if is_random(n.op) or _without_content(n.op)}
         for at in range(len(self.seen[0])):
             turn, block = self._turn(at)
             if turn is not None and turn.key in drawing:
@@ -354,6 +356,12 @@ def _shaken(x: Tensor) -> Tensor:
         return x
     draw = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (x.double() * (1 + torch.finfo(x.dtype).eps * draw)).to(x.dtype)
+
+
+def _without_content(op: str) -> bool:
+    """True for ops that give memory as it is, for others to fill."""
+    parts = op.split(".")
+    return len(parts) > 1 and "empty" in parts[1].split("_")
 
 
 def _called(node: Node | None, made: Made) -> str:
