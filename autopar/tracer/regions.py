@@ -53,7 +53,8 @@ class RegionCall:
         modes: whether each module in it is in training mode.
         slots: the rig's slots that are its parameters and buffers.
         touched: attributes, by module, that its run changes.
-        forward, backward, kept_bytes: what a run cost.
+        forward, backward: what a run cost; `kept_bytes`: what waits for the backward, its arguments among it: gathered
+            parameters too (where a parameter is stored whole, that counts it twice).
     """
 
     spec: CallSpec
@@ -528,7 +529,8 @@ class _Trial:
                 differentiable=(*spec.differentiable, *(False for _ in spec.updated)),
                 gradients=tuple(x if flag else None for x, flag in zip(likenesses, spec.gradients, strict=True)),
             ),
-            forward=forward.measured, backward=backward.measured, kept_bytes=sum(kept.values()),
+            forward=forward.measured, backward=backward.measured,
+            kept_bytes=sum(kept.values()) + sum(x.untyped_storage().nbytes() for x in values),
             refusal=replace(refusal, where=refusal.where or source_of(module)), because=because,
         )  # fmt: skip
 

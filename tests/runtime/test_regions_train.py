@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autopar import api
 from autopar.cost_model.clusters import load_cluster
@@ -18,6 +19,7 @@ from autopar.errors import CaptureError, InputError, RankError
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan, mesh_of
 from autopar.runtime.comm import Alone, Communicator
+from autopar.runtime.launch import launch
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.threads import run_threads
 from tests.cases.run import RANKS, same, unequal
@@ -317,3 +319,64 @@ def test_bisect_runs_regions_as_the_ranks_do() -> None:
     report = api.verify_source(captured, plan, replace(source, text=text), model, batch(), steps=1, bisect=True)
     assert not report.ok and report.bisection is not None and report.bisection.first is not None
     assert "region_0" in report.bisection.first.text
+
+
+class Gate(nn.Module):
+    """Another branch for each layer and batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.lin(x)) if self.lin.bias.sum() + x.sum() > 0 else -x
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        layers = [[nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), Gate()] for _ in range(4)]
+        self.first, self.layers = nn.Linear(4, 4), nn.ModuleList(m for pair in layers for m in pair)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).sum()
+
+
+@pytest.mark.parametrize("ranks", (2, 3))
+def test_regions_between_calls_of_one_block(ranks: int) -> None:
+    """The calls of a folded block are written as a loop; regions between them are not all the same one."""
+    model, x = Stack().double(), unequal(6, 4)
+    captured, plan, source = built(model, (x,), ranks)
+    assert len(captured.blocks) == 1 and len(captured.regions) == 4
+    assert all(f'rt.region("layers.{k}", ' in source.text for k in (1, 3, 5, 7))
+    report = api.verify_source(captured, plan, source, model, (x,))
+    assert report.ok, str(report)
+
+
+def on_processes() -> None:
+    """One rank of two, with parameters stored cut."""
+    model, inputs = emptied().double(), batch()
+    options = Options(precision="fp64", pins={"dp": 2, "zero": 3})
+    module = api.compile(model, load_cluster("rtx3090:2"), example_inputs=inputs, options=options)
+    eager = copy.deepcopy(model)
+    for m in (module, eager):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            m(**inputs).backward()
+            optimizer.step()
+    closed = module.get_parameter("blocks.1.moe.experts.1.weight")
+    assert isinstance(closed, DTensor) and closed.to_local().shape == (2, 4) and closed.grad is None
+    state = module.full_state_dict()
+    for name, value in eager.state_dict().items():
+        assert torch.allclose(state[name].double(), value.double(), rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(100)
+def test_real_processes() -> None:
+    launch(on_processes, ranks=2)
