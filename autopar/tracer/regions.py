@@ -34,7 +34,20 @@ from autopar.tracer.leaf_ops import Likeness
 from autopar.tracer.refuse import INTO_SUBMODULE, Refusal, UncapturableError, readable_errors, refusal_of
 from autopar.tracer.region_ops import RegionFunction, RegionShapes, regions_known
 from autopar.tracer.region_run import CallSpec, Runner, copied, drawing, generators, same_values
-from autopar.tracer.rig import STANDARD, UNKNOWN, Hook, Rig, attributes_kept, cast, routed, same_content, shallow
+from autopar.tracer.rig import (
+    STANDARD,
+    UNKNOWN,
+    Hook,
+    Registered,
+    Rig,
+    attributes_kept,
+    cast,
+    refuse_changes,
+    registered,
+    routed,
+    same_content,
+    shallow,
+)
 from autopar.tracer.signature import Constant, Inputs, captured_dtype
 from autopar.tracer.source import source_of
 from autopar.tracer.torch_private import Counter, eager_flags, leaves_behind, storage_key
@@ -238,7 +251,7 @@ def _made_good(
 def _require_values(rig: Rig, inputs: Inputs, failed: UncapturableError) -> None:
     path = failed.refusal.module
     if not path:
-        raise UncapturableError(failed.refusal, INTO_SUBMODULE) from None
+        raise UncapturableError(failed.refusal, INTO_SUBMODULE if path == "" else "") from None
     if any(s.tensor.is_meta for s in rig.slots) or any(x.is_meta for x in inputs.tensors):
         more = f"; {path} could run as a region, whole on every rank, if the weights and example inputs were real"
         raise UncapturableError(
@@ -377,6 +390,7 @@ class _Watch:
         self.buffers = {i: self.installed[i].detach().clone() for i in range(rig.count, len(rig.slots))}
         self.flags = [x.requires_grad for x in (*self.given, *own)]
         self.before = {id(m): (dict(m.__dict__), shallow(m.__dict__)) for m in rig.module.modules()}
+        self.registered = {id(m): registered(m) for m in rig.module.modules()}
         self.drawn = generators()
         self.grad_mode = torch.is_grad_enabled()
         self.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
@@ -442,7 +456,10 @@ class _Watch:
 
     def _touched(self) -> tuple[tuple[nn.Module, str], ...]:
         found = []
-        for m in self.rig.module.modules():
+        for path, m in self.rig.module.named_modules():
+            known = self.registered.get(id(m), registered(m))
+            news = [n for now, names in zip(registered(m), known, strict=True) for n in sorted(now - names)]
+            refuse_changes([Registered(f"{path}.{n}" if path else n) for n in news])
             before, inner = self.before.get(id(m), ({}, {}))
             for name, value in m.__dict__.items():
                 if name in STANDARD or name == "training":

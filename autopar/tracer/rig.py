@@ -195,15 +195,33 @@ def attributes_kept(module: nn.Module, changes: list[str]) -> Iterator[None]:
     """Attributes of all submodules are as before at the end; paths of those that changed are added to `changes`.
 
     A change is another plain value, another tensor, or a dict or list with other plain values in it. An attribute that
-    appears, or that held None, is a by-product (a cache, a kept activation): it is put back and not a change.
+    appears, or that held None, is a by-product (a cache, a kept activation): it is put back and not a change. What
+    appears among the registered parameters, buffers and modules is `Registered`.
     """
-    saved = [(path, m, dict(m.__dict__), shallow(m.__dict__)) for path, m in module.named_modules()]
+    saved = [(path, m, dict(m.__dict__), shallow(m.__dict__), registered(m)) for path, m in module.named_modules()]
     try:
         yield
     finally:
-        for path, m, before, inner in saved:
+        for path, m, before, inner, known in saved:
             changes += [f"{path}.{k}" if path else k for k in _changed(m.__dict__, before, inner)]
+            for d, names in zip(_registries(m), known, strict=True):
+                for name in [n for n in d if n not in names]:
+                    changes.append(Registered(f"{path}.{name}" if path else name))
+                    del d[name]
             _restore(m, before, inner)
+
+
+class Registered(str):
+    """Path of a parameter, buffer or module that a forward registered."""
+
+
+def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return module._parameters, module._buffers, module._modules
+
+
+def registered(module: nn.Module) -> tuple[frozenset[str], ...]:
+    """Names of a module's own parameters, buffers and modules."""
+    return tuple(frozenset(d) for d in _registries(module))
 
 
 def shallow(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -263,6 +281,12 @@ def _restore(module: nn.Module, before: dict[str, Any], inner: dict[str, Any]) -
 
 def refuse_changes(changes: list[str]) -> None:
     """Raise CaptureError if the forward changed Python attributes: a compiled step would keep their first values."""
+    new = [c for c in changes if isinstance(c, Registered)]
+    if new:
+        raise CaptureError(
+            f"the forward registers {str(new[0])!r}, which the model has not before its first call: call the model "
+            "once before it is captured, or register it in the constructor"
+        )
     if changes:
         raise CaptureError(
             f"the forward changes attribute {changes[0]!r} of the model: a compiled model would keep its value at "

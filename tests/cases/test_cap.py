@@ -800,6 +800,34 @@ def test_x06_a_table_made_at_the_first_call(ranks: int) -> None:
     same(nn.Sequential(nn.Linear(4, 4), Lazy()), (unequal(6, 4),), ranks, pins={"dp": ranks})
 
 
+class Registers(nn.Module):
+    """Registers a buffer at its first call."""
+
+    def __init__(self, branch: bool) -> None:
+        super().__init__()
+        self.lin, self.branch = nn.Linear(4, 4), branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.arange(1, 5, dtype=x.dtype))
+        if self.branch and x.sum() > 0:
+            return self.lin(x)
+        return self.lin(x) * self.table
+
+
+@pytest.mark.parametrize("branch", [False, True])
+def test_x06_a_buffer_registered_at_the_first_call(branch: bool) -> None:
+    """Refused by name; after one call of the model it is a buffer like others."""
+    model = Lazy()
+    model.lin = Registers(branch)  # type: ignore[assignment]
+    keys = list(model.state_dict())
+    with pytest.raises(CaptureError, match=r"registers 'lin\.table'"):
+        api.capture(model, (unequal(6, 4).float(),))
+    assert list(model.state_dict()) == keys and model.table is None
+    model.double()(unequal(6, 4))
+    same(model, (unequal(6, 4),), 2, pins={"dp": 2})
+
+
 class TwoLosses(nn.Module):
     def __init__(self) -> None:
         super().__init__()
