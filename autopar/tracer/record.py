@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError, CaptureError
 from autopar.tracer.regions import Regions, Where
-from autopar.tracer.rig import Hook, Rig, attributes_kept, cast, routed
+from autopar.tracer.rig import SCALARS, STANDARD, Hook, Rig, attributes_kept, cast, refuse_changes, routed
 from autopar.tracer.signature import Inputs, Rebuild, captured_dtype, read_outputs
 from autopar.tracer.source import line_of_frame
 from autopar.tracer.torch_private import (
@@ -29,6 +29,10 @@ HEAVY = frozenset(
     {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::_grouped_mm", "aten::linear"}
     | {"aten::_scaled_dot_product_flash_attention_for_cpu", "aten::native_batch_norm"}
 )
+
+
+RANDOM = ("aten::rand", "aten::normal", "aten::bernoulli", "aten::uniform", "aten::native_dropout", "aten::multinomial")
+"""How the names of ops that draw random numbers begin."""
 
 
 @dataclass(slots=True)
@@ -73,7 +77,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         ops, root: all ops, and the tree of calls.
-        slot_of: tensor number -> slot that it is (as stored or as used).
+        slot_of: tensor number -> slot that it is (as stored or as used). `given`: numbers of the inputs.
         literals: tensor number -> the real tensor that it stands for.
         outputs, rebuild: of the whole model.
         replaced: slots that the forward assigned another tensor to.
@@ -93,6 +97,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.numbers: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.slot_of: dict[int, int] = {}
+        self.given: set[int] = set()
         self.memory_of_slot: dict[int, int] = {}
         self.outputs: list[tuple[str, Tensor]] = []
         self.rebuild: Rebuild
@@ -194,6 +199,14 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "change it between steps instead (after optimizer.step()), or keep it in a buffer"
                 )
 
+    def hanging(self) -> set[int]:
+        """Numbers of tensors that hang on inputs, parameters or random numbers."""
+        found = {n for n, slot in self.slot_of.items() if self.slot_names[slot][1]} | self.given
+        for op in self.ops:
+            if any(n in found for n in op.ins) or op.text.startswith(RANDOM):
+                found.update(op.outs)
+        return found
+
     def hook(self, module: nn.Module, path: str, args: Any, kwargs: Any, proceed: Any) -> Any:
         """Called for each module call."""
         pairs, spec = flatten((args, kwargs))
@@ -236,7 +249,7 @@ def record_forward(
     if not regions.calls and made_good is None:
         try:
             with attributes_kept(rig.module, found):
-                record = _record(rig, inputs, "meta", regions, None)
+                record = _recorded(rig, inputs, "meta", regions)
             changes += found
             return record
         except CaptureError:
@@ -244,9 +257,56 @@ def record_forward(
         except Exception:
             found = []
     with attributes_kept(rig.module, found), rig.mode, enable_python_dispatcher():
-        record = _record(rig, inputs, "cpu", regions, made_good)
+        if made_good is None:
+            record = _recorded(rig, inputs, "cpu", regions)
+        else:
+            record = _record(rig, inputs, "cpu", regions, made_good)
     changes += found
     return record
+
+
+def _recorded(rig: Rig, inputs: Inputs, device: str, regions: Regions) -> Record:
+    """The first call's record. Raises CaptureError if a second call would go on from what the first left behind.
+
+    What is left in an attribute that did not exist, or held None, may be made again in every step (a table), or be read
+    by nobody (a kept activation); not so a running mean or a count.
+    """
+    before = {id(m): dict(m.__dict__) for m in rig.module.modules()}
+    record = _record(rig, inputs, device, regions, None)
+    tensors, plain = _left(rig, before, record)
+    if tensors or plain:
+        again = _record(rig, inputs, device, regions, None)
+        read = {id(again.tensors[n]) for op in again.ops for n in op.ins}
+        _, then = _left(rig, before, record)
+        kept = [path for path, held in tensors.items() if any(id(x) in read for x in held)]
+        kept += [path for path, value in plain.items() if then.get(path, value) != value]
+        refuse_changes(kept)
+    return record
+
+
+def _left(
+    rig: Rig, before: dict[int, dict[str, Any]], record: Record
+) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
+    """New attributes by path: tensors that hang on inputs, weights or random numbers; plain values."""
+    tensors: dict[str, list[Tensor]] = {}
+    plain: dict[str, Any] = {}
+    hanging: set[int] | None = None
+    for path, m in rig.module.named_modules():
+        was = before.get(id(m), {})
+        for name, value in m.__dict__.items():
+            if name in STANDARD or was.get(name) is not None:
+                continue
+            where = f"{path}.{name}" if path else name
+            if isinstance(value, SCALARS):
+                plain[where] = value
+                continue
+            held = [x for _, x in flatten(value)[0] if isinstance(x, Tensor) and id(x) in record.numbers]
+            if held and hanging is None:
+                hanging = record.hanging()
+            found = [x for x in held if record.numbers[id(x)] in (hanging or ())]
+            if found:
+                tensors[where] = found
+    return tensors, plain
 
 
 def _record(rig: Rig, inputs: Inputs, device: str, regions: Regions, made_good: MadeGood | None) -> Record:
@@ -257,6 +317,7 @@ def _record(rig: Rig, inputs: Inputs, device: str, regions: Regions, made_good: 
     for i, x in enumerate(installed):
         record.slot_of[record.number(x)] = i
         record.memory_of_slot[storage_key(x)] = i
+    record.given = {record.number(x) for x in given}
     hook = regions.around(rig, record.hook)
     if made_good is not None:
         hook = _forgiving(hook, made_good)

@@ -828,6 +828,38 @@ def test_x06_a_buffer_registered_at_the_first_call(branch: bool) -> None:
     same(model, (unequal(6, 4),), 2, pins={"dp": 2})
 
 
+class Goes(nn.Module):
+    """Goes on, in its next call, from what this one left in an attribute that was None or not there."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.lin, self.what = nn.Linear(4, 4), what
+        self.mean: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        m = x.detach().mean(0)
+        if self.what == "mean":
+            self.mean = m if self.mean is None else 0.9 * self.mean + 0.1 * m
+            return (self.lin(x) * self.mean).pow(2).sum()
+        if self.what == "count":
+            self.count = getattr(self, "count", 0) + 1
+            return (self.lin(x) * self.count).pow(2).sum()
+        self.mean, self.rows = m, x.shape[0]
+        return self.lin(x).pow(2).sum()
+
+
+@pytest.mark.parametrize("what", ["mean", "count"])
+def test_x06_what_the_next_call_goes_on_from(what: str) -> None:
+    model = nn.Sequential(Goes(what))
+    with pytest.raises(CaptureError, match=rf"'0\.{what}'"):
+        api.capture(model, (unequal(6, 4).float(),))
+    assert model[0].mean is None and not hasattr(model[0], "count")
+
+
+def test_x06_what_nobody_reads_is_no_matter() -> None:
+    same(nn.Sequential(Goes("kept")), (unequal(6, 4),), 2, pins={"dp": 2})
+
+
 class TwoLosses(nn.Module):
     def __init__(self) -> None:
         super().__init__()
