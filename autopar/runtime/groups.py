@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
 from autopar.runtime.comm import Communicator
+from autopar.runtime.spread_numbers import serve_whole_numbers
 
 EMULATED: frozenset[str] = frozenset()
 """Collectives that a backend lacks and that are made of others here, as "backend/collective"."""
@@ -33,6 +34,7 @@ class GroupCommunicator(Communicator):
     def __init__(self, mesh: Mesh, device: torch.device, device_mesh: DeviceMesh) -> None:
         super().__init__(mesh, dist.get_rank(), device)
         self.device_mesh = device_mesh
+        serve_whole_numbers()
         self._groups: dict[str, Any] = {name: device_mesh.get_group(name) for name in mesh.names}
 
     def _reduce(self, x: Tensor, axis: str, largest: bool) -> Tensor:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def keeps_graph() -> bool:
@@ -16,3 +24,21 @@ def keeps_graph() -> bool:
 def default_store() -> Any:
     """The key-value store through which the ranks of the default process group found each other."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def op_handlers() -> dict[Any, Handler]:
+    """What DTensor calls for an op, as (op, args, kwargs), in place of its own dispatch."""
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    found: dict[Any, Handler] = handlers
+    return found
+
+
+def reduced_over(values: Tensor, pending: Placement, mesh: DeviceMesh, axis: int) -> Tensor:
+    """What pending values (sums, means, norms, maxima) come to over one axis of a mesh; NaN on any rank is NaN."""
+    assert isinstance(pending, Partial)
+    wait: Any = collectives.wait_tensor
+    whole: Tensor = wait(pending._reduce_value(values, mesh, axis))
+    if pending.reduce_op in ("max", "min"):  # gloo's maximum keeps a NaN of the first rank only
+        lost = wait(Partial()._reduce_value(values.isnan().to(torch.int32), mesh, axis))
+        whole = whole.masked_fill(lost > 0, float("nan")) if values.is_floating_point() else whole
+    return whole
