@@ -36,7 +36,7 @@ from autopar.present.plan_text import plan_text
 from autopar.runtime.agreement import agree, parts_of
 from autopar.runtime.comm import Alone, Communicator
 from autopar.runtime.deferred import DeferredModule
-from autopar.runtime.groups import communicator, init_ranks
+from autopar.runtime.groups import communicator, init_ranks, ranks_started
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.threads import run_threads
 from autopar.runtime.watch import Seen, Watcher, aligned, edited, missing, watched
@@ -295,7 +295,7 @@ def compile(
     if cluster is None and plan is None:
         raise UserError("compile needs a cluster or a plan")
     options = options or Options(precision=plan.precision if plan else "fp32")
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started = ranks_started()
     wanted = plan.cluster.devices if plan is not None else cluster.devices if cluster is not None else 1
     if started != wanted:
         raise PlanError(f"the {'plan' if plan else 'cluster'} describes {wanted} ranks, {started} were launched")

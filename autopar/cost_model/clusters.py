@@ -25,12 +25,14 @@ __all__ = ["Preset", "dump_cluster", "list_presets", "load_cluster", "parse_clus
 
 MOST_UNITS = 1_000_000
 """More nodes or devices than this is a slip of the keyboard."""
+LONGEST_NAME = 200
+"""Most characters of a name, and of what a message repeats of a text."""
 
 
 def load_cluster(text: str) -> ClusterSpec:
     """The cluster that `text` names: "preset:N", "local:N", or the path of a TOML file. Raises ClusterError."""
     text = text.strip()
-    if text.endswith(".toml") or os.sep in text or Path(text).is_file():
+    if text.endswith(".toml") or os.sep in text or _is_file(text):
         return read_cluster(Path(text))
     name, _, count = text.partition(":")
     known = preset_names()
@@ -45,30 +47,47 @@ def load_cluster(text: str) -> ClusterSpec:
     return expand(read_preset(name), units)
 
 
+def _is_file(text: str) -> bool:
+    """True if a file has this name; a text that can't be a name, too long or with a NUL in it, isn't one's."""
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def _unknown(name: str, known: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"closest: {', '.join(near)}" if near else f"wanted one of {', '.join(known)}"
-    return f"cluster {name!r}: no such preset; {hint}; or local:N, or the path of a TOML file"
+    return f"cluster {_short(name)!r}: no such preset; {hint}; or local:N, or the path of a TOML file"
 
 
 def _units(text: str, count: str) -> int:
     """The number after the colon; 1 without one."""
     if not count and ":" not in text:
         return 1
-    if not (count.isascii() and count.isdigit() and int(count) >= 1):
-        raise ClusterError(f"cluster {text!r}: {count!r} is not a count; wanted a whole number of 1 or more after ':'")
-    if int(count) > MOST_UNITS:
-        raise ClusterError(f"cluster {text!r}: {count} is absurd; wanted at most {MOST_UNITS}")
-    return int(count)
+    where = f"cluster {_short(text)!r}"
+    digits = count.lstrip("0")
+    if not (count.isascii() and count.isdigit() and digits):
+        raise ClusterError(f"{where}: {_short(count)!r} is not a count; wanted a whole number of 1 or more after ':'")
+    if len(digits) > len(str(MOST_UNITS)) or int(digits) > MOST_UNITS:
+        raise ClusterError(f"{where}: {_short(digits)} is absurd; wanted at most {MOST_UNITS}")
+    return int(digits)
+
+
+def _short(text: str) -> str:
+    """For a message: the start of a long text."""
+    return text if len(text) <= LONGEST_NAME else f"{text[:LONGEST_NAME]}…"
 
 
 def read_cluster(path: Path) -> ClusterSpec:
     """A cluster from a TOML file. Raises ClusterError naming the file and the line or key."""
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except OSError as error:
-        raise ClusterError(f"cluster {path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
+        raise ClusterError(f"cluster {_short(str(path))}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        if not isinstance(error, UnicodeDecodeError):
+            raise ClusterError(f"cluster {_short(str(path))!r}: cannot be read ({error})") from None
         raise ClusterError(f"cluster {path}: is not UTF-8 text (byte {error.start})") from None
     return parse_cluster(text, str(path))
 
@@ -81,6 +100,8 @@ def parse_cluster(text: str, name: str) -> ClusterSpec:
         raise ClusterError(f"cluster {name}: malformed TOML: {_one_line(error)}") from None
     except msgspec.ValidationError as error:
         raise ClusterError(f"cluster {name}: {_one_line(error)}") from None
+    except RecursionError:
+        raise ClusterError(f"cluster {name}: malformed TOML: brackets inside brackets without end") from None
     for problem in _problems(spec):
         raise ClusterError(f"cluster {name}: {problem}")
     return spec
@@ -92,12 +113,17 @@ def _one_line(error: Exception) -> str:
 
 def _problems(spec: ClusterSpec) -> Iterator[str]:
     """What is wrong with a description, worst first."""
+    yield from _bad_name("name", spec.name)
     if not spec.groups or not spec.levels:
         yield "groups and levels: wanted at least one of each"
     for i, group in enumerate(spec.groups):
         yield from _outside(f"groups[{i}].count", group.count, 1, MOST_UNITS, "devices")
         yield from _device_problems(f"groups[{i}].device", group.device)
     for i, level in enumerate(spec.levels):
+        yield from _bad_name(f"levels[{i}].name", level.name)
+        same = next((j for j, other in enumerate(spec.levels[:i]) if other.name == level.name), None)
+        if same is not None:
+            yield f"levels[{i}].name is {level.name!r}, as levels[{same}]'s; wanted names that tell levels apart"
         yield from _outside(f"levels[{i}].size", level.size, 1, MOST_UNITS, "units")
         yield from _outside(f"levels[{i}].latency_us", level.latency_us, 0, 1e7, "µs")
         yield from _outside(f"levels[{i}].bytes_per_us", level.bytes_per_us, 1e-2, 1e9, "bytes per µs (1 GB/s is 1000)")
@@ -110,7 +136,14 @@ def _problems(spec: ClusterSpec) -> Iterator[str]:
         yield f"backend is {spec.backend!r}; wanted 'nccl' or 'gloo'"
 
 
+def _bad_name(where: str, name: str) -> Iterator[str]:
+    """One problem if a name would not read well on one line of a table."""
+    if not name.strip() or not name.isprintable() or len(name) > LONGEST_NAME:
+        yield f"{where} is {_short(name)!r}; wanted 1 to {LONGEST_NAME} printable characters"
+
+
 def _device_problems(where: str, device: Device) -> Iterator[str]:
+    yield from _bad_name(f"{where}.name", device.name)
     yield from _outside(f"{where}.memory_bytes", device.memory_bytes, 2**20, 2**44, "bytes")
     yield from _outside(f"{where}.memory_bytes_per_us", device.memory_bytes_per_us, 1, 1e9, "bytes per µs")
     yield from _outside(f"{where}.kernel_floor_us", device.kernel_floor_us, 0, 1e6, "µs")

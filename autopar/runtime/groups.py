@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, UserError
 from autopar.ir.mesh import Mesh
 from autopar.runtime.comm import Communicator
 from autopar.runtime.spread_numbers import serve_whole_numbers
@@ -63,6 +63,17 @@ class GroupCommunicator(Communicator):
 def _real(x: Tensor) -> Tensor:
     """Complex numbers travel as pairs."""
     return torch.view_as_real(x) if x.is_complex() else x
+
+
+def ranks_started() -> int:
+    """How many ranks there are, before any group is made: of a process group that the user made, or of the
+    environment; 1 without either. UserError where the environment's number is none."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not (text.isascii() and text.isdigit() and int(text) >= 1):
+        raise UserError(f"WORLD_SIZE is {text!r}; wanted the number of ranks, as torchrun sets it")
+    return int(text)
 
 
 def init_ranks(backend: str | None = None) -> None:

@@ -8,19 +8,20 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Causal attention of `heads` heads; `offset` adds a learned number for each head to its values."""
+    """Causal attention of `heads` heads; `offset` times a learned number of each head is added to its values."""
 
-    def __init__(self, width: int, heads: int, offset: bool) -> None:
+    def __init__(self, width: int, heads: int, offset: float) -> None:
         super().__init__()
         self.heads = heads
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.offset = nn.Parameter(torch.randn(heads)) if offset else None
+        self.gain = offset
+        self.offset = nn.Parameter(torch.randn(heads) / (offset or 1.0)) if offset else None
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """x: (B, S, d), mask: (B, S, S), True where attended, or None: causal -> (B, S, d)."""
         q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
         if self.offset is not None:
-            v = v + self.offset[:, None, None]
+            v = v + self.gain * self.offset[:, None, None]
         whole = None if mask is None else mask[:, None]
         h = F.scaled_dot_product_attention(q, k, v, attn_mask=whole, is_causal=mask is None)
         return self.out(h.transpose(1, 2).flatten(2))
@@ -29,7 +30,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """x + attention(norm x), then x + MLP(norm x)."""
 
-    def __init__(self, width: int, heads: int, offset: bool) -> None:
+    def __init__(self, width: int, heads: int, offset: float) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, heads, offset)
@@ -46,7 +47,7 @@ class TinyLM(nn.Module):
 
     def __init__(
         self, vocab: int = 24, width: int = 12, heads: int = 6, layers: int = 1, *, seq: int = 12, tie: bool = False,
-        offset: bool = False, reduction: str = "mean",
+        offset: float = 0.0, reduction: str = "mean",
     ) -> None:  # fmt: skip
         super().__init__()
         self.embed, self.places = nn.Embedding(vocab, width), nn.Embedding(seq, width)

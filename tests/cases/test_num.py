@@ -1,0 +1,335 @@
+"""NUM rows of the field cases: it runs, and the numbers are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dispatch import found_inf_reduce_handler
+
+from autopar import api, launch
+from autopar.ir.plan import Plan, decode_plan, mesh_of
+from autopar.runtime.comm import Alone
+from autopar.runtime.groups import communicator
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.spread_numbers import serve_whole_numbers
+from autopar.runtime.torch_private import op_handlers
+from tests.cases.lm import TinyLM, text
+from tests.cases.run import RANKS, agree, captured, gradients, on_ranks, planned, same_everywhere, strategies
+
+waits = pytest.mark.skip
+MIXED = {"zero3": 4, "tp": 2, "dp2tp2": 4}
+"""Strategies with a rank count under which some gradients are cut and others whole."""
+
+
+def lm(**more: Any) -> TinyLM:
+    torch.manual_seed(0)
+    return TinyLM(**more)
+
+
+def ignoring(batch: dict[str, Tensor], rows: slice, columns: slice = slice(None)) -> dict[str, Tensor]:
+    """The batch with these labels ignored."""
+    labels = batch["labels"].clone()
+    labels[rows, columns] = -100
+    return {**batch, "labels": labels}
+
+
+# ---- NUM-01: accumulation in the user's loop
+
+
+def uneven_batches() -> list[dict[str, Tensor]]:
+    """Two micro-batches of 12 rows with 7 and 2 valid labels."""
+    found = []
+    for seed, valid in ((1, 7), (2, 2)):
+        g = torch.Generator().manual_seed(seed)
+        labels = torch.full((12, 12), -100)
+        labels.view(-1)[torch.randperm(144, generator=g)[:valid]] = torch.randint(0, 24, (valid,), generator=g)
+        found.append({"ids": text(seed=seed)["ids"], "labels": labels})
+    return found
+
+
+def accumulated(module: nn.Module) -> dict[str, Tensor]:
+    """Gradients of the sum of losses over all valid labels, one micro-batch after the other."""
+    batches = uneven_batches()
+    total = sum(int((b["labels"] != -100).sum()) for b in batches)
+    for batch in batches:
+        (module(**batch) / total).backward()
+    return gradients(module)
+
+
+def test_num01_accumulation_weighs_tokens_alike() -> None:
+    model = lm(reduction="sum").double()
+    graph = captured(model, uneven_batches()[0])
+    whole = {k: torch.cat([b[k] for b in uneven_batches()]) for k in ("ids", "labels")}
+    one = lm(reduction="mean").double()
+    one(**whole).backward()
+    wanted = gradients(one)
+    for n in RANKS:
+        for pins in strategies(n).values():
+            for found in on_ranks(graph, planned(graph, n, pins), model, accumulated):
+                agree(found, wanted)
+    averaged = lm(reduction="mean").double()  # the usual wrong variant: the average of averages
+    for batch in uneven_batches():
+        (averaged(**batch) / 2).backward()
+    with pytest.raises(AssertionError):
+        agree(gradients(averaged), wanted, 0.1)
+
+
+@waits(reason="waits for micro-batches inside the plan (pipeline)")
+def test_num01_micro_batches_of_the_plan() -> None: ...
+
+
+# ---- NUM-03: shards without labels
+
+
+def test_num03_a_shard_without_labels() -> None:
+    rows = ignoring(text(rows=12), slice(0, 6))
+    columns = ignoring(text(rows=12, seed=3), slice(None), slice(0, 6))
+    assert all(bool((b["labels"] == -100).any()) for b in (rows, columns))
+    for batch, cut in ((rows, "dp"), (columns, "cp")):
+        for precision, ranks in (("fp64", (2, 3, 4)), ("fp32", (3,))):
+            same_everywhere(lm(), batch, ranks, precisions=(precision,), only=lambda name, cut=cut: cut in name)
+
+
+def test_num03_a_batch_without_labels_is_as_eager() -> None:
+    model = lm().double()
+    batch = ignoring(text(), slice(None))
+    graph = captured(model, batch)
+    eager = copy.deepcopy(model)
+    loss = eager(**batch)
+    loss.backward()
+    wanted = {name: g.isnan() for name, g in gradients(eager).items()}
+    assert loss.isnan()
+
+    def once(module: ParallelModule) -> tuple[float, dict[str, Tensor]]:
+        loss = module(**batch)
+        loss.backward()
+        return loss.item(), {name: g.isnan() for name, g in gradients(module).items()}
+
+    for n in (1, 3):
+        for pins in strategies(n).values():
+            for found, nans in on_ranks(graph, planned(graph, n, pins), model, once):
+                assert found != found
+                assert all(torch.equal(nans[name], w) for name, w in wanted.items())
+
+
+def test_num03_a_shard_mean_is_seen_to_fail() -> None:
+    """Wrong variant: each rank divides by its own count."""
+    model, batch = lm().double(), ignoring(text(rows=12), slice(0, 6))
+    graph = captured(model, batch)
+    plan = planned(graph, 2, {"dp": 2, "zero": 0})
+    source = api.emit_captured(graph, plan)
+    sums = [line for line in source.text.splitlines() if "= rt.all_reduce(sum_" in line]
+    assert len(sums) == 2
+    wrong = source.text
+    for line in sums:
+        left, right = line.split(" = rt.all_reduce(")
+        wrong = wrong.replace(line, f"{left} = {right.split(',')[0]}.clone()")
+    report = api.verify_source(graph, plan, replace(source, text=wrong), model, batch, steps=1)
+    assert not report.ok
+
+
+@waits(reason="waits for pipeline stages")
+def test_num03_pipeline_micro_batch_without_labels() -> None: ...
+
+
+# ---- NUM-04: sequence split
+
+
+def test_num04_sequence_split_equals_batch_split() -> None:
+    model, batch = lm(layers=2).double(), text()
+    graph = captured(model, batch)
+    model_grads = copy.deepcopy(model)
+    model_grads(**batch).backward()
+    found = [gradients(model_grads)]
+
+    def once(module: ParallelModule) -> dict[str, Tensor]:
+        module(**batch).backward()
+        return gradients(module)
+
+    for pins in ({"dp": 2, "cp": 2, "tp": 1}, {"dp": 4, "zero": 0}, {"dp": 1, "cp": 4, "tp": 1}):
+        found += on_ranks(graph, planned(graph, 4, pins), model, once)
+    for i, a in enumerate(found):
+        for b in found[:i]:
+            agree(a, b)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_num04_every_strategy(precision: str) -> None:
+    same_everywhere(lm(tie=True, offset=3.0), text(), RANKS if precision == "fp64" else (3,), precisions=(precision,))
+
+
+# ---- NUM-06, 09, 10, 12, 22, 24: the user's own loop on gloo ranks
+
+NORMS = [(p, each) for p in (2.0, 1.0, float("inf")) for each in (None, False, True)]
+
+
+def spread(model: nn.Module, graph: Any, plan: Plan) -> ParallelModule:
+    """The model on this process's rank."""
+    mesh = mesh_of(plan)
+    rt = communicator(mesh) if mesh.size > 1 else Alone(mesh, torch.device("cpu"))
+    return ParallelModule(graph, plan, api.emit_captured(graph, plan), model, rt)
+
+
+def tied() -> nn.Module:
+    """Tied embedding and head, and a per-head parameter whose gradient is dominant."""
+    return lm(tie=True, offset=100.0).double()
+
+
+def batches() -> list[dict[str, Tensor]]:
+    return [text(seed=s) for s in range(3)]
+
+
+def backward(module: nn.Module, extra: nn.Parameter) -> None:
+    """Three accumulated backwards, and a gradient of the user's own plain parameter."""
+    for batch in batches():
+        module(**batch).backward()
+    extra.grad = torch.tensor([0.5, -2.0, 1.0], dtype=torch.float64)
+
+
+def clipped(module: nn.Module, own: bool, norms: list[Any]) -> list[tuple[float, dict[str, Tensor]]]:
+    """(norm, gradients) after one clipping of three accumulated backwards, for each norm.
+
+    `own`: beside a plain parameter of the user's.
+    """
+    found = []
+    extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    backward(module, extra)
+    kept = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+    for order, each in norms:
+        for p, g in zip(module.parameters(), kept, strict=True):
+            p.grad = None if g is None else g.clone()
+        extra.grad = torch.tensor([0.5, -2.0, 1.0], dtype=torch.float64)
+        listed = [*module.parameters(), *([extra] if own else [])]
+        norm = torch.nn.utils.clip_grad_norm_(listed, 0.1, norm_type=order, foreach=each, error_if_nonfinite=True)
+        assert type(norm) is Tensor
+        found.append((float(norm), {**gradients(module), "extra": extra.grad.clone() if own else torch.zeros(3)}))
+    module.zero_grad()
+    return found
+
+
+def clip_alike(module: nn.Module, plain: nn.Module, norms: list[Any]) -> None:
+    for own in (False, True):
+        for (norm, after), (wanted, wanted_after) in zip(
+            clipped(module, own, norms), clipped(plain, own, norms), strict=True
+        ):
+            assert abs(norm - wanted) <= 1e-10 * wanted, (norm, wanted)
+            agree(after, wanted_after)
+
+
+def not_finite(module: ParallelModule) -> None:
+    """One entry of one rank's piece is NaN or infinite: every rank is told, whatever the norm."""
+    name, spoilt = next((n, p) for n, p in module.named_parameters() if any(x.is_shard() for x in p.placements))
+    for bad, order in ((float("nan"), 2.0), (float("nan"), float("inf")), (float("inf"), float("inf"))):
+        module.zero_grad()
+        module(**batches()[0]).backward()
+        if dist.get_rank() == 1:
+            spoilt.grad.to_local().view(-1)[-1] = bad
+        with pytest.raises(RuntimeError, match="non-finite"):
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1, norm_type=order, error_if_nonfinite=True)
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1, norm_type=order)
+        assert str(float(norm)) == str(bad), (name, bad, order, norm)
+    module.zero_grad()
+
+
+def read_numbers(module: ParallelModule, plain: nn.Module) -> None:
+    """What a person prints of parameters: norms, sums, means, largest entries."""
+    others = dict(plain.named_parameters())
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            q = others[name]
+            for read in (torch.sum, torch.mean, torch.max, torch.norm, lambda x: x.abs().max()):
+                assert abs(read(p).item() - read(q).item()) <= 1e-10 * max(1.0, abs(read(q).item())), name
+
+
+def first_updates(module: nn.Module) -> list[dict[str, Tensor]]:
+    """State after the first AdamW step, and after a step of a new optimizer that loaded its state (NUM-22)."""
+    found = []
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+    for _ in range(2):
+        module(**batches()[0]).backward()
+        optimizer.step()
+        steps = {float(s["step"]) for s in optimizer.state.values()}
+        assert steps == {len(found) + 1.0}
+        module.zero_grad()
+        state = module.full_state_dict() if isinstance(module, ParallelModule) else module.state_dict()
+        found.append({k: v.clone() for k, v in state.items()})
+        loaded = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+        loaded.load_state_dict(optimizer.state_dict())
+        optimizer = loaded
+    return found
+
+
+def scaled_steps(module: nn.Module) -> list[tuple[float, int]]:
+    """(scale, steps taken) after each of three steps; at the second, one rank's piece of a gradient is infinite.
+
+    That gradient comes last, after those that are whole on every rank.
+    """
+
+    def is_cut(p: nn.Parameter) -> bool:
+        return isinstance(p, DTensor) and any(x.is_shard() for x in p.placements)
+
+    ordered = sorted(module.parameters(), key=is_cut)
+    optimizer = torch.optim.SGD(ordered, lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    taken: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: taken.append(1))
+    found = []
+    for step, batch in enumerate(batches()):
+        optimizer.zero_grad()
+        scaler.scale(module(**batch)).backward()
+        grad = ordered[-1].grad
+        if step == 1 and not (isinstance(grad, DTensor) and dist.get_rank() != min(1, dist.get_world_size() - 1)):
+            (grad.to_local() if isinstance(grad, DTensor) else grad).view(-1)[-1] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((scaler.get_scale(), len(taken)))
+    return found
+
+
+def ranks_differ(mine: Any) -> bool:
+    """True if not all ranks hold the same."""
+    all_: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_, mine)
+    return any(x != all_[0] for x in all_)
+
+
+def loop_on_ranks(plans: list[tuple[str, str]]) -> str:
+    """The user's own loop under each plan."""
+    model = tied()
+    graph = captured(model, batches()[0])
+    for name, written in plans:
+        plan = decode_plan(written.encode(), name)
+        module = spread(model, graph, plan)
+        mixed = MIXED.get(name) == mesh_of(plan).size
+        clip_alike(module, copy.deepcopy(model), NORMS if mixed else NORMS[::3])
+        read_numbers(module, model)
+        kinds = {p.placements for p in module.parameters() if isinstance(p, DTensor)}
+        if mixed:
+            assert len(kinds) > 1, (name, kinds)
+        if any(any(x.is_shard() for x in k) for k in kinds):
+            not_finite(module)
+        assert scaled_steps(spread(model, graph, plan)) == [(8.0, 1), (4.0, 1), (4.0, 2)], name
+        if mixed:
+            wrong = spread(model, graph, plan)
+            op_handlers()[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default] = found_inf_reduce_handler
+            assert ranks_differ(scaled_steps(wrong)), "torch's own flag is seen to fail"
+            serve_whole_numbers()
+        for got, wanted in zip(first_updates(module), first_updates(copy.deepcopy(model)), strict=True):
+            agree(got, wanted)
+    return "done"
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_num06_num09_num10_num12_num22_num24_users_own_loop(ranks: int) -> None:
+    graph = captured(tied(), batches()[0])
+    plans = [(name, planned(graph, ranks, pins).to_json().decode()) for name, pins in strategies(ranks).items()]
+    assert launch(loop_on_ranks, ranks, (plans,), timeout_s=150) == "done"
