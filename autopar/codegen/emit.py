@@ -190,7 +190,8 @@ class _Writer:
                 if len(item.outputs) == 1 and gives_list(item.function):
                     outs = f"[{outs}]"
                 note = "; ".join(shape(o) for o in item.outputs if o is not None)
-                self._line(depth, f"{outs} = {call(item, self.renamed)}", item.place, note)
+                made = f"{outs} = " if item.outputs else ""
+                self._line(depth, f"{made}{call(item, self.renamed)}", item.place, note)
                 self._note(item, item.function)
             case Convert():
                 self._heading(item.place, depth)

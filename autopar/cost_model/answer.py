@@ -195,7 +195,7 @@ def _cut_word(slot: int, axis: str, priced: Priced, picks: tuple[Strategy | Layo
         pick = picks[at]
         if not isinstance(pick, Strategy):
             break
-        if len(pick.inputs) > 1 and pick.outputs[0] is not None:
+        if len(pick.inputs) > 1 and pick.outputs and pick.outputs[0] is not None:
             kind = pick.outputs[0].on(axis).kind
             return {Kind.SHARD: "column", Kind.PARTIAL: "row", Kind.REPLICATE: "cut"}[kind]
     return "cut"

@@ -97,8 +97,8 @@ class Node:
             REGION_BACKWARD for one call of a region (`Region`), whose first argument is the region's key.
         args, kwargs: nested tuples of literals, `Ref`, `TorchConst`. Of a block's forward call: one Ref per non-tangent
             input of the block's graph, in order; of its backward call: the same, then one Ref per TANGENT input.
-        outputs: one per output, None where the op gives None. Of a block's forward call: the block's OUTPUT outputs in
-            order; of its backward call: its GRADIENT outputs in order.
+        outputs: one per output, None where the op gives None; empty of an op that only checks values. Of a block's
+            forward call: the block's OUTPUT outputs in order; of its backward call: its GRADIENT outputs in order.
         key: stable address, "module path/op/phase#k": same in every capture of the same model.
         module_path: e.g. "model.layers.0.mlp.up_proj"; inside a block, relative to the block.
         source: "file.py:123" of the user's line, "" if unknown.
@@ -121,6 +121,11 @@ class Node:
     def refs(self) -> tuple[str, ...]:
         """Names of the tensor arguments in flattened order, repeats included: the order of `Strategy.inputs`."""
         return tuple(_refs((self.args, tuple(v for _, v in self.kwargs))))
+
+    @property
+    def first(self) -> Value | None:
+        """The first output."""
+        return self.outputs[0] if self.outputs else None
 
 
 def _refs(tree: Any) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """Look-ups by index: embeddings, gather, index, and the pair `autopar.pick` / `autopar.place`.
 
 A table cut along the looked-up dim (tag "offset") answers only for its own rows and gives 0 for the others, so that the
-pieces add up to the answer. `pick(x, dim, index)` has x's shape without `dim` and takes x at `index` along it, 0 where
-the index is outside; `place(values, dim, index, size)` is its adjoint.
+pieces add up to the answer. What adds a cut source into rows (scatter_add, index_add, accumulating index_put) gives
+sums too; what it is added to is counted on one rank (tag "once"). `pick(x, dim, index)` has x's shape without `dim` and
+takes x at `index` along it, 0 where the index is outside; `place(values, dim, index, size)` is its adjoint.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from autopar.ops.entry import (
 )
 
 OFFSET = "offset"
+ONCE = "once"
 
 
 def _embedding(node: Node, metas: Metas) -> Iterator[Rule]:
@@ -125,6 +127,14 @@ def _scatter(node: Node, metas: Metas) -> Iterator[Rule]:
             yield rule((S(d),) * len(metas), S(d))
     if "add" in node.op:
         yield rule((P, R, P), P)
+        if shapes[1][dim] == shapes[2][dim]:
+            yield rule((R, S(dim), S(dim)), P, tag=ONCE)
+
+
+def _local_sum_into(here: LocalContext) -> LocalCall:
+    axes = here.tagged(ONCE)
+    node = here.node
+    return LocalCall("local_ops.sum_into_once", (node.op, axes, *node.args), node.kwargs) if axes else here.same()
 
 
 def _index_select(node: Node, metas: Metas) -> Iterator[Rule]:
@@ -145,6 +155,8 @@ def _index_add(node: Node, metas: Metas) -> Iterator[Rule]:
     dim = dim_of(arg(node, 1, "dim"), ndim)
     yield from (rule((S(d), R, S(d)), S(d)) for d in range(ndim) if d != dim)
     yield rule((P, R, P), P)
+    if metas[1].shape:
+        yield rule((R, S(0), S(dim)), P, tag=ONCE)
 
 
 def _indexed(node: Node) -> tuple[list[int], bool]:
@@ -187,7 +199,7 @@ def _index_cut(shape: tuple[int, ...], ndim: int, dim: int, size: int) -> Placem
 
 
 def _index_put(node: Node, metas: Metas) -> Iterator[Rule]:
-    """x, indices, values, accumulate: only dims without an index may be cut."""
+    """x, indices, values, accumulate: dims without an index may be cut; where values add up, those with one too."""
     x, indices, values = metas[0], metas[1:-1], metas[-1]
     if any(m.dtype in ("bool", "uint8") for m in indices) or not indices:
         return
@@ -201,9 +213,18 @@ def _index_put(node: Node, metas: Metas) -> Iterator[Rule]:
             yield rule((S(d), *(R,) * len(indices), cut), S(d))
     if arg(node, 3, "accumulate", False):
         yield rule((P, *(R,) * len(indices), P), P)
+        first = at[0] if adjacent else 0
+        sizes = [max(m.shape[d - ndim] for m in indices if d - ndim >= -len(m.shape)) for d in range(ndim)]
+        for d, size in enumerate(sizes):
+            if size == 1:
+                continue
+            own = first + d - (result - len(values.shape))
+            cut = S(own) if own >= 0 and values.shape[own] == size else R
+            yield rule((R, *(_index_cut(m.shape, ndim, d, size) for m in indices), cut), P, tag=ONCE)
 
 
 _SCATTER = OpEntry(rules=_scatter)
+_SUM_INTO = OpEntry(rules=_scatter, local=_local_sum_into)
 _PICK = OpEntry(rules=_pick, local=_local_pick)
 _PLACE = OpEntry(rules=_place, local=_local_place)
 
@@ -217,9 +238,9 @@ INDEXING: Mapping[str, OpEntry] = {
     "aten.gather.default": OpEntry(rules=_gather, local=_local_gather),
     "aten.scatter.src": _SCATTER,
     "aten.scatter.value": _SCATTER,
-    "aten.scatter_add.default": _SCATTER,
+    "aten.scatter_add.default": _SUM_INTO,
     "aten.index_select.default": OpEntry(rules=_index_select),
-    "aten.index_add.default": OpEntry(rules=_index_add),
+    "aten.index_add.default": OpEntry(rules=_index_add, local=_local_sum_into),
     "aten.index.Tensor": OpEntry(rules=_index),
-    "aten.index_put.default": OpEntry(rules=_index_put),
+    "aten.index_put.default": OpEntry(rules=_index_put, local=_local_sum_into),
 }

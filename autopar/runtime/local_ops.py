@@ -74,6 +74,19 @@ def gather(rt: Communicator, x: Tensor, dim: int, index: Tensor, axes: Axes) -> 
     return torch.where(inside, x.gather(dim, own), _zero(x))
 
 
+_SUMS_INTO = {
+    "aten.scatter_add.default": aten.scatter_add.default,
+    "aten.index_add.default": aten.index_add.default,
+    "aten.index_put.default": aten.index_put.default,
+}
+
+
+def sum_into_once(rt: Communicator, op: str, axes: Axes, into: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Summand of an op that adds a cut source to `into`, which one rank of the axes counts."""
+    found: Tensor = _SUMS_INTO[op](into if _first(rt, axes) else torch.zeros_like(into), *args, **kwargs)
+    return found
+
+
 def arange(
     rt: Communicator, start: float, step: float, count: int, axes: Axes, *, dtype: torch.dtype, **_: object
 ) -> Tensor:

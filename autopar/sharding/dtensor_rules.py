@@ -8,6 +8,7 @@ and P(sum). Dropped: averages, maxima, masked sums, strided cuts. No process gro
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -82,6 +83,8 @@ def _rules(node: Node, metas: tuple[TensorMeta, ...], cache: RuleCache) -> tuple
         found = asked or ()
         if not user:
             found = tuple(r for r in found if not denied(node.op, r))
+        if op is not None and (entry is None or entry.local is None):
+            found = tuple(r for r in found if _holds_for_pieces(op, node, metas, r))
     return tuple(dict.fromkeys((whole, *(r for r in found if _sound(r, node, metas)))))
 
 
@@ -116,6 +119,41 @@ def torch_op(name: str) -> torch._ops.OpOverload | None:
     except AttributeError:
         return None
     return found if isinstance(found, torch._ops.OpOverload) else None
+
+
+def _holds_for_pieces(op: torch._ops.OpOverload, node: Node, metas: tuple[TensorMeta, ...], rule: Rule) -> bool:
+    """Does the op, with its arguments as they are, take pieces and give pieces?
+
+    DTensor replaces sizes among the arguments (of resizes, of factories) when it runs an op; emitted code runs the op
+    as it stands. So an op with a size that is global, or with operands that don't fit each other, has no such rule.
+    """
+    sizes = [m.shape[p.dim] for p, m in zip(rule.inputs, metas, strict=True) if p.dim >= 0]
+    sizes += [v.meta.shape[p.dim] for p, v in zip(rule.outputs, node.outputs, strict=True) if p and v and p.dim >= 0]
+    common = math.gcd(*sizes)
+    if common < 2 or torch.Tag.pointwise in op.tags:
+        return True
+    parts = next(n for n in range(2, common + 1) if common % n == 0)
+    pieces = iter([_empty_piece(m, p, parts) for m, p in zip(metas, rule.inputs, strict=True)])
+    try:
+        found = op(*(_to_torch(a, pieces) for a in node.args), **{k: _to_torch(v, pieces) for k, v in node.kwargs})
+    except NotImplementedError:  # an op without shapes of its own
+        return True
+    except Exception:
+        return False
+    made = found if isinstance(found, (tuple, list)) else (found,)
+    return all(
+        v is None or p is None or tuple(x.shape) == _piece_shape(v.meta.shape, p, parts)
+        for x, v, p in zip(made, node.outputs, rule.outputs, strict=True)
+    )
+
+
+def _empty_piece(meta: TensorMeta, placement: Placement, parts: int) -> torch.Tensor:
+    shape = _piece_shape(meta.shape, placement, parts)
+    return torch.empty(shape, dtype=getattr(torch, meta.dtype), device="meta")
+
+
+def _piece_shape(shape: tuple[int, ...], placement: Placement, parts: int) -> tuple[int, ...]:
+    return tuple(n // parts if d == placement.dim else n for d, n in enumerate(shape))
 
 
 def _user_rule(op: torch._ops.OpOverload) -> bool:

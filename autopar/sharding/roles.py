@@ -55,7 +55,7 @@ def tensor_parallel(roles: Roles, axis: str, storage: Storage, rules_of: RulesOf
         if node.block is not None:
             continue
         rules = rules_of(node)
-        out = node.outputs[0]
+        out = node.first
         if is_follower(node) and node.refs[0] in wanted and out is not None:
             wanted[out.name] = follow(node, wanted[node.refs[0]], rules_of)
         found[node.name] = _on_tp(node, rules, wanted, batch, roles.plain)

@@ -162,7 +162,7 @@ class _Walker:
 
     def _made_here(self, node: Node, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         """No argument has a batch: whole; or, where a float result has the shape of a batch value, made in pieces."""
-        out = node.outputs[0]
+        out = node.first
         if out is not None and "float" in out.meta.dtype and out.meta.shape in self.hints:
             cut = S(self.hints[out.meta.shape])
             made = tuple(r for r in rules if r.outputs[0] == cut and all(p == R for p in r.inputs) and not r.tag)
@@ -181,7 +181,7 @@ def _reduced_later(
     node: Node, rules: tuple[Rule, ...], states: tuple[Placement, ...], metas: tuple[TensorMeta, ...]
 ) -> tuple[Rule, ...]:
     """Rules that take every sum as a sum, if the result is no larger than the sums: then reducing it is no dearer."""
-    out = node.outputs[0]
+    out = node.first
     summed = [m.nbytes for m, s in zip(metas, states, strict=True) if s == P]
     if out is None or len(node.outputs) > 1 or out.meta.nbytes > max(summed):
         return ()

@@ -67,7 +67,7 @@ def accepted_dims(
     for node, position in weights.consumers.get(name, ()):
         if node.block is not None:
             continue
-        out = node.outputs[0]
+        out = node.first
         if is_follower(node) and out is not None:
             later = accepted_dims(out.name, weights, rules_of, fits)
             if later is None:

@@ -47,7 +47,7 @@ def _remake(name: str, cheap: dict[str, Node], renamed: dict[str, str], nodes: l
     node = cheap[name]
     _remake(node.refs[0], cheap, renamed, nodes)
     renamed[name] = f"{name}_again"
-    out = node.outputs[0]
+    out = node.first
     assert out is not None
     copy = replace(
         with_refs(node, renamed), name=f"{node.name}_again", phase=Phase.BACKWARD, key=f"{node.key}/again",

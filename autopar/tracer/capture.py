@@ -30,6 +30,7 @@ from autopar.tracer.regions import Regions, find_regions, measured
 from autopar.tracer.rig import Rig, attributes_kept, cast, refuse_changes, routed
 from autopar.tracer.signature import Inputs, call_signature, captured_dtype, dtype_name, read_inputs, read_outputs
 from autopar.tracer.simplify import cancel_transposes
+from autopar.tracer.substitutes import Substitutes
 from autopar.tracer.torch_private import capture_flags, enable_python_dispatcher
 from autopar.tracer.unflatten import unflatten
 from autopar.tracer.wide import Wide
@@ -55,7 +56,8 @@ def capture(
     inputs = read_inputs(model, args, kwargs, options.precision)
     rig = Rig(model, options.precision)
     regions = Regions()
-    with torch.enable_grad(), capture_flags(), Wide() if options.precision == "fp64" else nullcontext():
+    wide = Wide() if options.precision == "fp64" else nullcontext()
+    with torch.enable_grad(), capture_flags(), wide, Substitutes():
         captured = _captured(rig, inputs, options, model_name or type(model).__name__, regions)
         while isinstance(captured, UncapturableError):
             if options.strict:

@@ -29,7 +29,7 @@ from autopar.ir.graph import (
     Value,
 )
 from autopar.tracer.signature import dtype_name, meta_of
-from autopar.tracer.torch_private import Joint
+from autopar.tracer.torch_private import CHECKS, Joint
 
 aten = torch.ops.aten
 BLOCK, BLOCK_BACKWARD = "autopar.block.default", "autopar.block_backward.default"
@@ -160,7 +160,7 @@ class Converter:
 
     def _live(self, fx_nodes: list[Any]) -> set[Any]:
         live: set[Any] = set()
-        todo = self._results() + [n for n in fx_nodes if str(n.target) == BLOCK_BACKWARD]
+        todo = self._results() + [n for n in fx_nodes if n.target in CHECKS or str(n.target) == BLOCK_BACKWARD]
         while todo:
             node = self._root(todo.pop())
             if node not in live:
@@ -244,14 +244,15 @@ class Converter:
     def _name_outputs(self, body: list[Any]) -> None:
         self.outputs_of: dict[Any, tuple[Value | None, ...]] = {}
         for node in body:
-            val = node.meta["val"]
+            val = node.meta.get("val")  # None of an op that only checks
             if isinstance(val, Tensor):
                 self.outputs_of[node] = (Value(node.name, meta_of(val)),)
                 self.value_of[node] = node.name
                 continue
             items: list[Value | None] = []
-            for k, item in enumerate(val):
-                last = str(node.target) == REGION and k == len(val) - 1
+            made_of = val or ()
+            for k, item in enumerate(made_of):
+                last = str(node.target) == REGION and k == len(made_of) - 1
                 name = f"{node.name}_kept" if last else f"{node.name}_{k}"
                 items.append(Value(self._fresh(name), meta_of(item)) if isinstance(item, Tensor) else None)
             for user in node.users:

@@ -11,6 +11,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._library.simple_registry
+import torch.fx.node
 import torch.fx.traceback
 from torch import Tensor, nn
 from torch._decomp import decomposition_table
@@ -43,13 +45,24 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+CHECKS = (torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg)
+"""Ops that give nothing and raise where a value is bad. They stay in the graph."""
+
+
 @contextmanager
 def capture_flags() -> Iterator[None]:
-    """While capturing, models are told that they are compiled, and LSTM is made of ATen ops, not of one oneDNN op."""
+    """While capturing, models are told that they are compiled, and LSTM is made of ATen ops, not of one oneDNN op.
+
+    `CHECKS` are traced like any op: without tokens that order them, and never as dead code.
+    """
     compiler = torch.compiler
+    effect = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
+    lasting = torch.fx.node._side_effectful_functions | set(CHECKS)
     with (
         mock.patch.object(compiler, "_is_compiling_flag", True),
         mock.patch.object(compiler, "_is_exporting_flag", True),
+        mock.patch.object(effect, "_effect", None),
+        mock.patch.object(torch.fx.node, "_side_effectful_functions", lasting),
     ):
         was = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
