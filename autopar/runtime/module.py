@@ -264,6 +264,11 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "backward with create_graph=True: the compiled backward cannot be differentiated once more. Compute "
+                "the gradient penalty inside the model's forward, with torch.autograd.grad(..., create_graph=True)"
+            )
         state, program, local, buffers, parameters = ctx.held
         if ctx.saved is None:
             raise InputError(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from autopar.tracer.decompositions import table
 from autopar.tracer.source import line_of_frame
@@ -47,4 +49,38 @@ def trace(run: Callable[..., tuple[Tensor, ...]], arguments: Sequence[Tensor], p
         position.paths[:] = [""]
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in run(*tensors))
 
-    return export_joint(Harness(cloned), tuple(arguments), table(), position)
+    def lifted(*tensors: Tensor) -> tuple[Tensor, ...]:
+        with Lifted():
+            return cloned(*tensors)
+
+    try:
+        return export_joint(Harness(cloned), tuple(arguments), table(), position)
+    except AssertionError as error:
+        if "entirely functional" not in str(error):
+            raise
+    return export_joint(Harness(lifted), tuple(arguments), table(), position)
+
+
+class Lifted(TorchFunctionMode):
+    """While entered, tensors with data that the forward meets (neither weights nor inputs) are values of the trace.
+
+    Otherwise what is made of such tensors alone is unknown to AOT autograd, which then meets in-place ops on it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*self._lifted(args), **self._lifted(dict(kwargs or {})))
+
+    def _lifted(self, tree: Any) -> Any:
+        if type(tree) is Tensor and not tree.requires_grad:
+            if id(tree) not in self.known:
+                self.known[id(tree)] = tree, torch.ops.aten.lift_fresh.default(tree)
+            return self.known[id(tree)][1]
+        if type(tree) in (tuple, list):
+            return type(tree)(map(self._lifted, tree))
+        return {k: self._lifted(v) for k, v in tree.items()} if type(tree) is dict else tree

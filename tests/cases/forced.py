@@ -21,7 +21,7 @@ from autopar.cost_model.build import Priced, build_problem
 from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.prices import MeshPrices
 from autopar.cost_model.wiring import SlotKind, Wiring, wire
-from autopar.ir.graph import CapturedGraph
+from autopar.ir.graph import CapturedGraph, InputKind
 from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.options import Options
@@ -219,7 +219,38 @@ def difference(of: Case, plan: Plan) -> str:
     report = compare(of.expected, [t for t, _ in found], {})
     if not report.ok:
         return str(report)
-    return next((w for r, (_, outs) in enumerate(found) if (w := _outputs_differ(of.outputs, outs, r))), "")
+    wrong = (_outputs_differ(of.outputs, outs, rank) for rank, (_, outs) in enumerate(found))
+    return next(filter(None, wrong), "") or _ranks_differ(found)
+
+
+def _ranks_differ(found: list[tuple[Trained, list[Tensor]]]) -> str:
+    """Losses, outputs and state are bit for bit the same on every rank."""
+    (first, outputs), *others = found
+    for rank, (mine, outs) in enumerate(others, 1):
+        if mine.losses != first.losses:
+            return f"rank {rank} has losses {mine.losses}, rank 0 {first.losses}"
+        pairs = [*zip(outs, outputs, strict=True), *((mine.state[n], x) for n, x in first.state.items())]
+        if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs):
+            return f"an output or a part of the state differs between ranks 0 and {rank}"
+    return ""
+
+
+def unpriced(of: Case, plan: Plan) -> list[str]:
+    """Reads of the top graph whose layout is neither the one that the value is made in nor a priced conversion of it."""
+    made: dict[str, str] = {}
+    strategies = plan.strategies["top"]
+    for given in of.captured.top.inputs:
+        stored = plan.parameters.get(given.target) if given.kind is InputKind.PARAMETER else None
+        planned = plan.inputs["top"].get(f"{given.kind.value}:{given.target}")
+        made[given.value.name] = stored.layout if stored is not None else planned or "whole"
+    priced = {(c.value, c.before, c.after) for c in plan.conversions if c.graph == "top"}
+    wrong = []
+    for node in of.captured.top.nodes:
+        for ref, wanted in zip(node.refs, strategies[node.key].inputs, strict=True):
+            if wanted != made[ref] and (ref, made[ref], wanted) not in priced:
+                wrong.append(f"{node.key} reads {ref} as {wanted}, made as {made[ref]}")
+        made.update({o.name: x for o, x in zip(node.outputs, strategies[node.key].outputs, strict=True) if o})
+    return wrong
 
 
 def _outputs_differ(expected: list[Tensor], found: list[Tensor], rank: int) -> str:
