@@ -236,7 +236,7 @@ def _ranks_differ(found: list[tuple[Trained, list[Tensor]]]) -> str:
 
 
 def unpriced(of: Case, plan: Plan) -> list[str]:
-    """Reads of the top graph whose layout is neither the one that the value is made in nor a priced conversion of it."""
+    """Reads of the top graph in a layout that is neither the one made nor a priced conversion of it."""
     made: dict[str, str] = {}
     strategies = plan.strategies["top"]
     for given in of.captured.top.inputs:

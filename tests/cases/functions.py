@@ -123,10 +123,6 @@ LOSSES: dict[str, Made] = {
     "multilabel_soft": one(
         lambda x, t: F.multilabel_soft_margin_loss(x, t), 12, 6, t=bools(12, 6).double()
     ),
-    "ctc": one(
-        lambda x, t: F.ctc_loss(x.log_softmax(-1), t, (6, 6, 5, 6, 4, 6), (2, 3, 1, 2, 2, 3)), 6, 6, 6,
-        t=ints(6, 3, low=1, high=6),
-    ),
     "masked_mean": one(lambda x, m: (x * m).sum() / m.sum(), 12, 6, m=bools(12, 6).double()),
 }  # fmt: skip
 
@@ -547,3 +543,11 @@ POINTWISE: dict[str, Made] = {
 
 FAMILIES = (LOSSES, REDUCTIONS, INDEXING, VIEWS, PRODUCTS, MODEL_PARTS, POINTWISE)
 FUNCTIONS: dict[str, Made] = {name: made for family in FAMILIES for name, made in family.items()}
+
+LONG = {
+    "upsample_bicubic", "special", "activations_more", "cosine_embedding", "upsample_bilinear", "factories",
+    "conv3d", "conv2d_same", "unbind_chunk", "lp_pool", "conv_transposed_odd", "complex_parts",
+    "group_norm_one", "select_narrow", "conv_transposed_grouped", "conv2d_single", "conv2d_multiplier",
+    "trigonometry", "rounding", "quantile", "attention_wide_value", "detached",
+}  # fmt: skip
+"""Many nodes, or much like another: run by hand."""
