@@ -192,7 +192,8 @@ class _Writer:
                 note = "; ".join(shape(o) for o in item.outputs if o is not None)
                 made = f"{outs} = " if item.outputs else ""
                 self._line(depth, f"{made}{call(item, self.renamed)}", item.place, note)
-                self._note(item, item.function)
+                if item.outputs:
+                    self._note(item, item.function)
             case Convert():
                 self._heading(item.place, depth)
                 for at, part in enumerate(item.steps):
