@@ -5,34 +5,32 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar import codegen, sharding, tracer
-from autopar.cost_model.answer import make_plan
-from autopar.cost_model.build import Priced, build_problem
+from autopar import codegen, questions, sharding, tracer
+from autopar.candidates import Candidate, Task, plan_of, price_mesh, rank, solve_mesh
 from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.local import local_cluster
-from autopar.cost_model.prices import MeshPrices, model_flops
 from autopar.cost_model.search_space import mesh_candidates
-from autopar.cost_model.wiring import Wiring, wire
 from autopar.errors import InfeasibleError, PlanError, UserError
 from autopar.ir import cluster as description
+from autopar.ir import plan as records
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.layout import parse_layout, replicated
-from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
-from autopar.ir.plan import Plan, mesh_of
-from autopar.ir.problem import Problem, evaluate
+from autopar.ir.plan import mesh_of
 from autopar.ir.program import Source
 from autopar.ir.solution import Solution, Status
-from autopar.ir.strategy import Note, StrategyTable
 from autopar.ops.lowering import is_random
+from autopar.present.plan_diff import PlanDiff, diff_plans
 from autopar.present.plan_text import plan_text
+from autopar.present.report import write_report
+from autopar.questions import Explanation, WhyNot
 from autopar.runtime.agreement import agree, parts_of
 from autopar.runtime.comm import Alone, Communicator
 from autopar.runtime.deferred import DeferredModule
@@ -40,19 +38,15 @@ from autopar.runtime.groups import communicator, init_ranks, ranks_started
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.threads import run_threads
 from autopar.runtime.watch import Seen, Watcher, aligned, edited, missing, watched
-from autopar.solver import LeastMemory, largest_terms, minimise_memory, relaxation_bound_us, solve
+from autopar.solver import LeastMemory, largest_terms, minimise_memory
 from autopar.verification import TOLERANCE, Trained, VerifyReport, compare, objective, reference, train
 from autopar.verification.bisect import Bisection
 from autopar.verification.bisect import bisect as bisect_values
 
-# A plan prints as the table that people read; `ir` itself knows no tables.
-Plan.__str__ = plan_text  # type: ignore[method-assign,assignment]
-
 _log = logging.getLogger("autopar")
 
-MESH_GAP = 0.005
-"""How far from proven optimal the plan of one mesh may be: where memory binds, the last half percent costs most of the
-time (llama3-70b on 16 × 4: 1.6 s against 5.2 s), and the cost model is no nearer to the truth than that."""
+SMALL = 700
+"""Strategies up to which a mesh's problem is solved to the end (that of a model of three layers: 300 to 600)."""
 
 Progress = Callable[[str, float], None]
 """Called with (what is being done, part done 0..1)."""
@@ -78,6 +72,104 @@ class ClusterSpec(description.ClusterSpec, frozen=True, kw_only=True, forbid_unk
 
 def _quiet(what: str, part: float) -> None:
     """No progress."""
+
+
+Inputs = Mapping[str, Any] | tuple[Any, ...]
+_TASK = "_autopar_task"
+
+
+class Plan(records.Plan, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """A plan that prints as a table, and that one can question.
+
+    One that `search` found in this process knows what it was searched from; that stands beside its fields and is
+    neither saved nor compared nor copied. To question a plan that was loaded, pass the model and its inputs again.
+    """
+
+    @classmethod
+    def found(cls, plan: records.Plan, task: Task) -> Plan:
+        """The plan of this search."""
+        mine = cls(**{name: getattr(plan, name) for name in plan.__struct_fields__})
+        mine.__dict__[_TASK] = task
+        return mine
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    def diff(self, other: records.Plan) -> PlanDiff:
+        """What differs; prints as a table, or as "same"."""
+        return diff_plans(self, other)
+
+    def explain(
+        self,
+        name: str,
+        *,
+        model: nn.Module | None = None,
+        example_inputs: Inputs | None = None,
+        cluster: description.ClusterSpec | None = None,
+        progress: Progress | None = None,
+    ) -> Explanation:
+        """Why a parameter, a module path or an op is laid out as it is: the next best layout, and what it would cost.
+
+        Args:
+            model, example_inputs, cluster: only where the plan was loaded (the cluster: where its file has none).
+
+        Raises:
+            UserError: nothing is called so (with the closest names), or the model is needed.
+            PlanError: the plan is for another model.
+        """
+        task = question_task(self, model, example_inputs, cluster)
+        return questions.explain(self, name, task, progress or _quiet)
+
+    def why_not(
+        self,
+        pins: str | Mapping[str, str | int],
+        *,
+        model: nn.Module | None = None,
+        example_inputs: Inputs | None = None,
+        cluster: description.ClusterSpec | None = None,
+        progress: Progress | None = None,
+    ) -> WhyNot:
+        """What a plan with these pins would cost beside this one ("tp=8", "dp=4 tp=2", "zero=3"), or why none can be.
+
+        Arguments and errors as for `explain`.
+        """
+        task = question_task(self, model, example_inputs, cluster)
+
+        def again(options: Options) -> Plan:
+            return plan_captured(task.captured, task.cluster, options=options, progress=progress or _quiet)
+
+        return questions.why_not(self, pins, task, again)
+
+    def report(self, path: str | Path) -> None:
+        """Write the plan as one HTML page that needs nothing else."""
+        write_report(self, path)
+
+
+def question_task(
+    plan: records.Plan,
+    model: nn.Module | None,
+    example_inputs: Inputs | None,
+    cluster: description.ClusterSpec | None,
+) -> Task:
+    """What a plan was searched from: known, or made again of what is given."""
+    if model is None and example_inputs is None:
+        known = getattr(plan, "__dict__", {}).get(_TASK)
+        if known is None:
+            raise UserError(
+                f"this plan for {plan.model.name} was loaded, so what it was searched from is not here: "
+                f"pass model= and example_inputs= (the global batch)"
+            )
+        assert isinstance(known, Task)
+        return known if cluster is None else Task.of(known.captured, cluster, known.options)
+    if model is None or example_inputs is None:
+        raise UserError("pass both model= and example_inputs= (the global batch), or neither")
+    spec = cluster or plan.cluster.spec
+    if spec is None:
+        raise UserError(f"the plan's file says of its cluster only the name, {plan.cluster.name}: pass cluster=")
+    options = records.options_of(plan)
+    captured = capture(model, example_inputs, options=options, model_name=plan.model.name)
+    _check_model(captured, plan)
+    return Task.of(captured, spec, options)
 
 
 def search(
@@ -130,77 +222,55 @@ def _call(example_inputs: Mapping[str, Any] | tuple[Any, ...]) -> tuple[tuple[An
     return (example_inputs,), {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """One mesh with its problem."""
-
-    mesh: Mesh
-    table: StrategyTable
-    priced: Priced
-    bound_us: float
-
-
 def plan_captured(
     captured: CapturedGraph, cluster: description.ClusterSpec, *, options: Options, progress: Progress = _quiet
 ) -> Plan:
     """Search over mesh shapes, the most promising first. A mesh proven to be no better is not solved to the end."""
     dump = _Dump(options.dump_dir)
     dump("captured", captured)
-    wiring = wire(captured)
-    limit = options.memory_limit if options.memory_limit is not None else cluster.memory_bytes
-    candidates = _candidates(captured, cluster, wiring, limit, options, progress, dump)
-    best: tuple[_Candidate, Solution] | None = None
+    task = Task.of(captured, cluster, options)
+    candidates = _candidates(task, progress, dump)
+    best: tuple[Candidate, Solution] | None = None
     bounds = []
     for i, candidate in enumerate(candidates):
         progress(f"solve {candidate.mesh}", i / len(candidates))
-        solution = _solve(candidate, best[1] if best else None, options)
+        solution = solve_mesh(
+            candidate, options, gap=_gap(candidate, options), cutoff_us=best[1].objective_us if best else None
+        )
         if solution is None:
             continue
         bounds.append(solution.bound_us)
-        if solution.choice and (best is None or _rank(candidate, solution, options) < _rank(*best, options)):
+        if solution.choice and (best is None or rank(candidate, solution, options) < rank(*best, options)):
             best = candidate, solution
     if best is None:
-        raise _infeasible(captured, candidates, limit, progress)
+        raise _infeasible(task, candidates, progress)
     progress("write the plan", 1.0)
-    found, solution = best[0], _over_meshes(best[1], bounds, options)
-    notes = found.table.notes + tuple(Note(*n) for n in captured.notes)
-    prices, flops = MeshPrices(cluster, found.mesh), model_flops(captured, wiring)
-    plan = make_plan(captured, found.priced, solution, prices, cluster, options, notes, flops)
+    plan = plan_of(task, best[0], _over_meshes(best[1], bounds, options))
     dump("plan", plan.to_json().decode())
-    return plan
+    return Plan.found(plan, task)
 
 
-def _candidates(
-    captured: CapturedGraph,
-    cluster: description.ClusterSpec,
-    wiring: Wiring,
-    limit_bytes: int,
-    options: Options,
-    progress: Progress,
-    dump: _Dump,
-) -> list[_Candidate]:
-    """Every mesh with its problem, the lowest bound first."""
-    rules = sharding.RuleCache()
-    meshes = mesh_candidates(cluster, options)
-    found = []
+def _gap(candidate: Candidate, options: Options) -> float:
+    """How far from proven optimal this mesh's answer may be. Small problems are solved to the end at once anyway."""
+    return options.gap if sum(len(n.cost_us) for n in candidate.problem.nodes) > SMALL else 0.0
+
+
+def _candidates(task: Task, progress: Progress, dump: _Dump) -> list[Candidate]:
+    """Every mesh with its problem, the lowest bound first; without those that can't hold a pinned layout."""
+    meshes = mesh_candidates(task.cluster, task.options)
+    found, refused = [], []
     for i, mesh in enumerate(meshes):
         progress(f"price {mesh}", i / len(meshes))
-        table = sharding.build_table(captured, mesh, options, rules=rules)
-        priced = build_problem(captured, wiring, table, MeshPrices(cluster, mesh), options, limit_bytes)
-        dump(f"problem {mesh}", priced.problem)
-        found.append(_Candidate(mesh, table, priced, relaxation_bound_us(priced.problem)))
+        try:
+            candidate = price_mesh(task, mesh)
+        except sharding.PinError as error:
+            refused.append(error)
+            continue
+        dump(f"problem {mesh}", candidate.problem)
+        found.append(candidate)
+    if not found:
+        raise refused[0]
     return sorted(found, key=lambda c: c.bound_us)
-
-
-def _solve(candidate: _Candidate, best: Solution | None, options: Options) -> Solution | None:
-    """The answer on one mesh, or None if it is proven to be no faster than the best so far."""
-    problem = candidate.priced.problem
-    if options.objective == "memory":
-        return _solve_for_memory(problem, options)
-    cutoff = best.objective_us if best else None
-    if cutoff is not None and candidate.bound_us >= cutoff:
-        return None
-    return solve(problem, time_limit_s=options.time_limit_s, gap=MESH_GAP, cutoff_us=cutoff, explain=False)
 
 
 def _over_meshes(solution: Solution, bounds: list[float], options: Options) -> Solution:
@@ -214,45 +284,27 @@ def _over_meshes(solution: Solution, bounds: list[float], options: Options) -> S
     return replace(solution, bound_us=bound, status=Status.FEASIBLE)
 
 
-def _solve_for_memory(problem: Problem, options: Options) -> Solution | None:
-    """The fastest of the choices that need the least memory."""
-    least = minimise_memory(problem, time_limit_s=options.time_limit_s)
-    if least is None:
-        return None
-    limit = min(least.needed_bytes, problem.moments[least.moment].limit_bytes)
-    moments = tuple(replace(m, limit_bytes=limit) for m in problem.moments)
-    return solve(replace(problem, moments=moments), time_limit_s=options.time_limit_s)
-
-
-def _rank(candidate: _Candidate, solution: Solution, options: Options) -> tuple[float, float]:
-    """What is minimised, then what decides between equals."""
-    if options.objective == "memory":
-        return max(evaluate(candidate.priced.problem, solution.choice).used_bytes), solution.objective_us
-    return solution.objective_us, 0.0
-
-
-def _infeasible(
-    captured: CapturedGraph, candidates: list[_Candidate], limit: int, progress: Progress
-) -> InfeasibleError:
+def _infeasible(task: Task, candidates: list[Candidate], progress: Progress) -> InfeasibleError:
     """Says what would fit: the smallest memory over all meshes, and what takes the most of it."""
+    name, limit = task.captured.model_name, task.limit_bytes
     least: list[tuple[int, int, LeastMemory]] = []
     for i, candidate in enumerate(candidates):
         progress(f"nothing fits: the least memory on {candidate.mesh}", i / len(candidates))
-        found = minimise_memory(candidate.priced.problem) if candidate.priced.problem.moments else None
+        found = minimise_memory(candidate.problem) if candidate.problem.moments else None
         if found is not None:
             least.append((found.needed_bytes, i, found))
     if not least:
         return InfeasibleError(
-            f"{captured.model_name}: no plan exists under these pins",
+            f"{name}: no plan exists under these pins",
             needed_bytes=0,
             budget_bytes=limit,
             largest_terms=(),
         )
     needed, at, choice = min(least, key=lambda x: x[:2])
-    terms = largest_terms(candidates[at].priced.problem, choice.choice, choice.moment)
+    terms = largest_terms(candidates[at].problem, choice.choice, choice.moment)
     listed = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, size in terms[:3])
     return InfeasibleError(
-        f"{captured.model_name}: no plan fits {limit / 2**30:.2f} GiB per device; the least is "
+        f"{name}: no plan fits {limit / 2**30:.2f} GiB per device; the least is "
         f"{needed / 2**30:.2f} GiB on mesh {candidates[at].mesh} (largest: {listed}). "
         f"More devices, a smaller batch or --memory-limit {needed} would do.",
         needed_bytes=needed,
@@ -282,7 +334,7 @@ def compile(
     cluster: description.ClusterSpec | None = None,
     *,
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
-    plan: Plan | None = None,
+    plan: records.Plan | None = None,
     options: Options | None = None,
 ) -> nn.Module:
     """This rank's part of the model, spread as the plan says. Under torchrun or `launch`, called alike by every rank.
@@ -308,7 +360,7 @@ def _compiled(
     model: nn.Module,
     cluster: description.ClusterSpec | None,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
-    plan: Plan | None,
+    plan: records.Plan | None,
     options: Options,
 ) -> ParallelModule:
     captured = capture(model, example_inputs, options=options)
@@ -331,14 +383,14 @@ def _other_mode(
     model: nn.Module,
     cluster: description.ClusterSpec | None,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
-    plan: Plan,
+    plan: records.Plan,
     options: Options,
-) -> Callable[[bool], tuple[CapturedGraph, Plan, Source]] | None:
+) -> Callable[[bool], tuple[CapturedGraph, records.Plan, Source]] | None:
     """How the module gets its other mode (evaluation after training): planned with parameters stored alike."""
     if cluster is None:
         return None
 
-    def recompile(training: bool) -> tuple[CapturedGraph, Plan, Source]:
+    def recompile(training: bool) -> tuple[CapturedGraph, records.Plan, Source]:
         before = model.training
         try:
             captured = capture(model.train(training), example_inputs, options=options)
@@ -354,22 +406,26 @@ def _other_mode(
     return recompile
 
 
-def emit_captured(captured: CapturedGraph, plan: Plan) -> Source:
+def emit_captured(captured: CapturedGraph, plan: records.Plan) -> Source:
     """The module that a plan makes of a captured graph. Checks that what is priced is what is emitted."""
-    if plan.model.graph_hash != captured.hash:
-        raise PlanError(
-            f"the plan is for model {plan.model.name} (graph {plan.model.graph_hash}), this one is "
-            f"{captured.model_name} (graph {captured.hash}): search again, with the same batch and options"
-        )
+    _check_model(captured, plan)
     program = codegen.lower(captured, plan, mesh_of(plan))
     codegen.check_program(program, plan)
     return codegen.emit(program)
 
 
+def _check_model(captured: CapturedGraph, plan: records.Plan) -> None:
+    if plan.model.graph_hash != captured.hash:
+        raise PlanError(
+            f"the plan is for model {plan.model.name} (graph {plan.model.graph_hash}), this one is "
+            f"{captured.model_name} (graph {captured.hash}): search again, with the same batch and options"
+        )
+
+
 def emit_source(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
-    plan: Plan,
+    plan: records.Plan,
     *,
     options: Options | None = None,
 ) -> str:
@@ -384,7 +440,7 @@ def verify(
     *,
     ranks: int = 2,
     options: Options | None = None,
-    plan: Plan | None = None,
+    plan: records.Plan | None = None,
     cluster: description.ClusterSpec | None = None,
     captured: CapturedGraph | None = None,
     steps: int = 3,
@@ -409,7 +465,7 @@ def verify(
 
 def verify_source(
     captured: CapturedGraph,
-    plan: Plan,
+    plan: records.Plan,
     source: Source,
     model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
@@ -447,7 +503,7 @@ def verify_source(
 
 def bisect_source(
     captured: CapturedGraph,
-    plan: Plan,
+    plan: records.Plan,
     source: Source,
     model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],

@@ -67,6 +67,9 @@ def search(
     memory_limit: Annotated[
         str | None, Parameter(help="Bytes per device, such as 40GiB; default: the device's.")
     ] = None,
+    gap: Annotated[
+        float, Parameter(help="How far from proven optimal will do, as a part of the step time; 0: solve to the end.")
+    ] = 0.005,
     time_limit: Annotated[float | None, Parameter(help="Seconds for the solver; the plan then says its gap.")] = None,
     strict: Annotated[
         bool, Parameter(help="Refuse a model of which a part cannot be captured, instead of running that part whole.")
@@ -85,6 +88,7 @@ def search(
     arguments.check_positive("--time-limit", time_limit)
     arguments.check_positive("--seq", seq)
     arguments.check_positive("--global-batch", global_batch)
+    arguments.check_part("--gap", gap)
     arguments.check_writable("-o", output)
     with working("search") as progress:
         from autopar.cost_model.clusters import load_cluster
@@ -95,6 +99,7 @@ def search(
         from autopar import api
         from autopar.catalogue.source import load_model
         from autopar.ir.options import Options
+        from autopar.ir.plan import PlanRequest
 
         progress(f"build {model}", 0.0)
         source = load_model(model, seq=seq, global_batch=global_batch, precision=precision)
@@ -104,6 +109,7 @@ def search(
             pins=pins,
             search_space=degrees,
             precision=precision,
+            gap=gap,
             time_limit_s=time_limit,
             strict=strict,
             dump_dir=str(dump_dir) if dump_dir else None,
@@ -116,6 +122,10 @@ def search(
             progress=progress,
             model_name=source.name,
         )
+        request = msgspec.structs.replace(
+            plan.request or PlanRequest(), model=model, seq=seq, global_batch=global_batch
+        )
+        plan = msgspec.structs.replace(plan, request=request)
     if output is not None:
         _save(plan, output)
     if json_:
@@ -124,9 +134,7 @@ def search(
     from autopar.present.plan_text import plan_view
 
     console = Console(highlight=False)
-    budget = limit if limit is not None else spec.memory_bytes
-    links = [level.name for level in spec.levels]
-    console.print(plan_view(plan, console.width, memory_limit_bytes=budget, links=links))
+    console.print(plan_view(plan, console.width))
     if source.note:
         console.print(f"\n{source.note}")
     if output is not None:
@@ -140,23 +148,37 @@ def inspect(
     *,
     param: Annotated[str | None, Parameter(help="Only this parameter, or those that match a pattern with *.")] = None,
     notes: Annotated[bool, Parameter(help="Every note, none folded away.")] = False,
+    html: Annotated[Path | None, Parameter(help="Write the plan as one HTML page.")] = None,
     code: Annotated[Path | None, Parameter(help="Write the emitted Python module into this folder.")] = None,
+    trace: Annotated[Path | None, Parameter(help="Not there yet: a trace of the predicted step.")] = None,
     model: Annotated[str | None, Parameter(help="For --code: the model, if its name isn't in the plan.")] = None,
     seq: Seq = None,
     global_batch: Batch = None,
     json_: Json = False,
 ) -> None:
-    """Show a plan: its table, one parameter, its notes, or the code that each rank runs."""
+    """Show a plan: its table, one parameter, its notes, a page, or the code that each rank runs."""
     from autopar.ir.plan import Plan
     from autopar.present import plan_text
 
+    if trace is not None:
+        raise UserError(
+            "--trace: the simulator that draws a step over time is not there yet; --html shows its breakdown"
+        )
     found = Plan.load(plan)
+    arguments.check_writable("--html", html)
     console = Console(highlight=False)
     view: RenderableType
     data: dict[str, object] | None = None
-    if code is not None:
-        path = _write_code(found, code, model, seq, global_batch)
-        console.print(f"written to {path}")
+    if html is not None or code is not None:
+        written = []
+        if html is not None:
+            from autopar.present.report import write_report
+
+            write_report(found, html)
+            written.append(str(html))
+        if code is not None:
+            written.append(str(_write_code(found, code, model, seq, global_batch)))
+        print(json.dumps({"written": written}, indent=1) if json_ else f"written to {', '.join(written)}")
         return
     if param is not None:
         view, data = plan_text.parameter_view(found, param, console.width)
@@ -169,6 +191,63 @@ def inspect(
         sys.stdout.write(found.to_json().decode() if data is None else json.dumps(data, indent=1) + "\n")
     else:
         console.print(view)
+
+
+PlanFile = Annotated[Path, Parameter(help="A plan's JSON file.")]
+
+
+@app.command
+def diff(a: PlanFile, b: PlanFile, /, *, json_: Json = False) -> None:
+    """Say what differs between two plans: mesh, layouts, predicted time and memory."""
+    from autopar.ir.plan import Plan
+    from autopar.present.plan_diff import diff_plans, diff_view
+
+    found = diff_plans(Plan.load(a), Plan.load(b), (str(a), str(b)))
+    if json_:
+        print(json.dumps({"same": found.same, **msgspec.to_builtins(found)}, indent=1))
+    else:
+        Console(highlight=False).print(diff_view(found))
+
+
+@app.command
+def explain(
+    plan: PlanFile,
+    name: Annotated[str | None, Parameter(help="A parameter, a module path, a pattern with * or an op's key.")] = None,
+    /,
+    *,
+    why_not: Annotated[str | None, Parameter(help="Pins to price beside the plan: tp=8, 'dp=4 tp=2', zero=3.")] = None,
+    model: Annotated[str | None, Parameter(help="The model, if the plan doesn't name it.")] = None,
+    cluster: Annotated[str | None, Parameter(name=["--cluster", "-c"], help="If the plan doesn't describe it.")] = None,
+    seq: Seq = None,
+    global_batch: Batch = None,
+    json_: Json = False,
+) -> None:
+    """Say why something is laid out as it is and what the next best would cost, or what other degrees would cost."""
+    from autopar.ir.plan import Plan
+
+    found = Plan.load(plan)
+    if (name is None) == (why_not is None):
+        raise UserError("explain: wanted a NAME (a parameter, module or op) or --why-not PINS, and not both")
+    if why_not is not None:
+        arguments.split_pins(why_not, "--why-not")
+    with working("explain") as progress:
+        progress("import torch", 0.0)
+        from autopar import api
+        from autopar.cost_model.clusters import load_cluster
+
+        spec = load_cluster(cluster) if cluster is not None else None
+        source = _planned_model(found, model, seq, global_batch, "meta")
+        asked = api.Plan.load(plan)
+        answer: Any
+        if why_not is not None:
+            answer = asked.why_not(
+                why_not, model=source.model, example_inputs=source.example_inputs, cluster=spec, progress=progress
+            )
+        else:
+            answer = asked.explain(
+                str(name), model=source.model, example_inputs=source.example_inputs, cluster=spec, progress=progress
+            )
+    print(json.dumps(answer.to_json(), indent=1) if json_ else answer)
 
 
 def _write_code(plan: Plan, folder: Path, model: str | None, seq: int | None, global_batch: int | None) -> Path:
@@ -191,10 +270,13 @@ def _write_code(plan: Plan, folder: Path, model: str | None, seq: int | None, gl
 def _planned_model(
     plan: Plan, model: str | None, seq: int | None, global_batch: int | None, device: Literal["meta", "cpu"]
 ) -> ModelSource:
-    """The model that a plan was made for, by the name in the plan unless one is given."""
+    """The model that a plan was made for, as its search was asked for it unless another is given."""
     from autopar.catalogue.source import load_model
 
-    name = model or plan.model.name
+    request = plan.request
+    name = model or (request.model if request is not None else "") or plan.model.name
+    if request is not None and model in (None, request.model):
+        seq, global_batch = seq or request.seq, global_batch or request.global_batch
     try:
         precision: Any = plan.precision
         return load_model(name, seq=seq, global_batch=global_batch, precision=precision, device=device)

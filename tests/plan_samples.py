@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from autopar.ir.cluster import ClusterSpec, Device, DeviceGroup, LinkLevel
 from autopar.ir.plan import (
     Plan,
     PlanCluster,
+    PlanInput,
     PlanMesh,
     PlanModel,
     PlanNote,
     PlanParameter,
     PlanPrediction,
     PlanReshard,
+    PlanRequest,
     PlanSchedule,
     PlanSolver,
     PlanStage,
@@ -36,7 +39,7 @@ def sample_plan() -> Plan:
     memory = {"parameters": 2**28, "gradients": 2**28, "optimizer": 2**29, "activations": 2**31, "working set": 2**26}
     return Plan(
         model=PlanModel(name="sample-llama", parameters=123_456_789, graph_hash="0123abcd"),
-        cluster=PlanCluster(name="dgx-h100:1", devices=4),
+        cluster=PlanCluster(name="dgx-h100:1", devices=4, spec=_cluster()),
         mesh=PlanMesh(pipeline=1, axes={"dp": 2, "tp": 2}, levels={"dp": 1, "tp": 0}),
         schedule=PlanSchedule(),
         stages=[
@@ -82,11 +85,33 @@ def sample_plan() -> Plan:
             _reshard(
                 "model.layers.0.mlp.up_proj.weight", "dp:S(1) tp:S(0)", "dp:R tp:S(0)", "all_gather(dp, 1)", 900.0
             ),
-            _reshard("add_3", "dp:S(0) tp:P", "dp:S(0) tp:R", "all_reduce(tp)", 2000.0),
+            _reshard(
+                "add_3", "dp:S(0) tp:P", "dp:S(0) tp:R", "all_reduce(tp)", 2000.0, "model.layers.*.self_attn (add)"
+            ),
             _reshard("add_5", "dp:S(0) tp:P", "dp:S(0) tp:R", "all_reduce(tp)", 2000.0),
         ],
         pins={"tp": "2"},
         precision="bf16",
+        request=PlanRequest(
+            model="sample-llama",
+            seq=1024,
+            global_batch=32,
+            inputs=dict.fromkeys(("input_ids", "labels"), PlanInput(shape=(32, 1024), dtype="int64")),
+            options={"memory_limit": 5 * 2**30, "pins": {"tp": 2}, "precision": "bf16"},
+        ),
+    )
+
+
+def _cluster() -> ClusterSpec:
+    device = Device(
+        name="H100", memory_bytes=80 * 2**30, peak_flops={"bfloat16": 1e15}, memory_bytes_per_us=3e6,
+        kernel_floor_us=5.0, matmul_efficiency=0.7, memory_efficiency=0.8, source="a <sample>",
+    )  # fmt: skip
+    levels = (("nvlink4", 2, 2.0, 4e5), ("infiniband", 2, 5.0, 5e4))
+    return ClusterSpec(
+        name="dgx-h100:1",
+        groups=(DeviceGroup(count=4, device=device),),
+        levels=tuple(LinkLevel(name=n, size=k, latency_us=t, bytes_per_us=b, source="none") for n, k, t, b in levels),
     )
 
 
@@ -94,5 +119,7 @@ def _parameter(role: str, layout: str, size: int) -> PlanParameter:
     return PlanParameter(stage=0, layout=layout, bytes_per_device=size, optimizer_bytes_per_device=2 * size, role=role)
 
 
-def _reshard(value: str, before: str, after: str, step: str, us: float) -> PlanReshard:
-    return PlanReshard(graph="block_0", value=value, before=before, after=after, steps=[step], count=LAYERS, us=us)
+def _reshard(value: str, before: str, after: str, step: str, us: float, where: str = "") -> PlanReshard:
+    return PlanReshard(
+        graph="block_0", value=value, before=before, after=after, steps=[step], count=LAYERS, us=us, where=where
+    )

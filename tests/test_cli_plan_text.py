@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 
-from autopar.ir.plan import PlanNote
+from autopar.ir.plan import Plan, PlanNote, decode_plan
 from autopar.present.plan_text import plan_text
 from autopar.present.words import bar, bytes_words, count_words, group_name, pattern_of, ranges, time_words
 from tests.plan_samples import sample_plan
@@ -17,9 +19,11 @@ def test_fits_the_width(width: int) -> None:
 
 
 def test_says_what_a_person_asks() -> None:
-    text = plan_text(sample_plan(), 120, memory_limit_bytes=5 * 2**30, links=("nvlink4", "infiniband"))
+    text = plan_text(sample_plan(), 120)
     for words in (
         "sample-llama (123 M parameters), bf16",
+        "batch    32 × 1024 (input_ids, labels)",
+        "model.layers.*.self_attn (add) and 1 more",
         "dgx-h100:1 (4 devices)",
         "dp=2 over infiniband × tp=2 over nvlink4",
         "130.0 ms, 252 K tokens/s, MFU 41.3%",
@@ -33,6 +37,15 @@ def test_says_what_a_person_asks() -> None:
         "pins     tp=2",
     ):
         assert words in text, f"{words!r} not in\n{text}"
+
+
+def test_a_plan_of_before_these_fields_prints() -> None:
+    data = json.loads(sample_plan().to_json())
+    for table, name in ((data, "request"), (data["cluster"], "spec"), *((c, "where") for c in data["conversions"])):
+        del table[name]
+    text = plan_text(decode_plan(json.dumps(data).encode(), "old", Plan), 120)
+    assert "dp=2 over link level 1 × tp=2 over link level 0" in text
+    assert "3.06 GiB per device" in text
 
 
 def test_layers_are_folded_unless_they_differ() -> None:

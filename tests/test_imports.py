@@ -23,6 +23,8 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {"ir"},
     "training": {"ir", "runtime", "api"},
     "verification": {"ir", "tracer"},
+    "candidates": {"ir", "sharding", "cost_model", "solver"},
+    "questions": {"ir", "sharding", "cost_model", "solver", "candidates", "present"},
     "catalogue": {"ir"},
     "present": {"ir"},
     # Listing presets and measuring ranks goes straight to where it is: through `api` it would import torch first.

@@ -11,6 +11,7 @@ from autopar.cost_model.build import (
     saved_readers,
     state_bytes_per_parameter,
 )
+from autopar.cost_model.places import Places
 from autopar.cost_model.wiring import SlotKind
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph, InputKind, TensorMeta
@@ -19,16 +20,19 @@ from autopar.ir.options import Options
 from autopar.ir.plan import (
     Plan,
     PlanCluster,
+    PlanInput,
     PlanMesh,
     PlanModel,
     PlanNote,
     PlanParameter,
     PlanPrediction,
+    PlanRequest,
     PlanReshard,
     PlanSchedule,
     PlanSolver,
     PlanStage,
     PlanStrategy,
+    asked_options,
 )
 from autopar.ir.problem import conversions, evaluate
 from autopar.ir.reshard import plan_reshard
@@ -52,7 +56,7 @@ def make_plan(
     picks = tuple(options_[i] for options_, i in zip(priced.options, solution.choice, strict=True))
     memory = _memory(captured, priced, solution, picks, prices, options)
     parameters = _parameters(captured, priced, picks, options)
-    resharded = _conversions(priced, solution)
+    resharded = _conversions(captured, priced, solution)
     mesh = PlanMesh(
         pipeline=1, axes={a.name: a.size for a in priced.mesh.axes}, levels={a.name: a.level for a in priced.mesh.axes}
     )
@@ -71,7 +75,7 @@ def make_plan(
             parameters=sum(p.meta.numel for p in captured.parameters),
             graph_hash=captured.hash,
         ),
-        cluster=PlanCluster(name=cluster.name, devices=cluster.devices),
+        cluster=PlanCluster(name=cluster.name, devices=cluster.devices, spec=_plain(cluster)),
         mesh=mesh,
         schedule=PlanSchedule(),
         stages=[stage],
@@ -92,7 +96,18 @@ def make_plan(
         conversions=resharded,
         pins={k: str(v) for k, v in options.pins.items()},
         precision=options.precision,
+        request=PlanRequest(inputs=_inputs(captured), options=asked_options(options)),
     )
+
+
+def _plain(cluster: ClusterSpec) -> ClusterSpec:
+    """The record alone, as it is read back from a plan's file."""
+    return ClusterSpec(**{name: getattr(cluster, name) for name in ClusterSpec.__struct_fields__})
+
+
+def _inputs(captured: CapturedGraph) -> dict[str, PlanInput]:
+    leaves = captured.signature.inputs
+    return {i.path: PlanInput(shape=i.meta.shape, dtype=i.meta.dtype) for i in leaves if i.meta is not None}
 
 
 def _common(paths: tuple[str, ...]) -> str:
@@ -129,8 +144,9 @@ def _layouts(
     return strategies, inputs, outputs
 
 
-def _conversions(priced: Priced, solution: Solution) -> list[PlanReshard]:
+def _conversions(captured: CapturedGraph, priced: Priced, solution: Solution) -> list[PlanReshard]:
     """Every conversion that the objective pays for, one entry per (graph, value)."""
+    places = Places.of(captured)
     counts = {s.graph: s.count for s in priced.wiring.slots if s.kind is SlotKind.OP}
     found = []
     for wire, value, layouts in zip(priced.wiring.wires, priced.problem.values, priced.layouts, strict=True):
@@ -143,6 +159,7 @@ def _conversions(priced: Priced, solution: Solution) -> list[PlanReshard]:
                     PlanReshard(
                         graph=graph, value=name, before=str(layouts[p]), after=str(layouts[q]),
                         steps=[str(s) for s in steps], count=1 if graph == "top" else counts.get(graph, 1), us=each,
+                        where=places.name(graph, name),
                     )
                 )  # fmt: skip
     return found

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 
 from autopar.errors import PlanError
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.options import Options
 
 FORMAT = "autopar-plan"
 VERSION = 1
@@ -21,8 +24,32 @@ class PlanModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class PlanCluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`spec` is the whole description that the plan was priced on; plans of before it was kept have none."""
+
     name: str
     devices: int
+    spec: ClusterSpec | None = None
+
+
+class PlanInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor of the global batch."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class PlanRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the search was asked, so that it can be asked again.
+
+    `model`, `seq` and `global_batch` are as given in a shell ("" and None where the model came from Python). `inputs`:
+    path of an argument -> its tensor in the global batch. `options`: those `Options` that were not left as they are.
+    """
+
+    model: str = ""
+    seq: int | None = None
+    global_batch: int | None = None
+    inputs: dict[str, PlanInput] = {}
+    options: dict[str, Any] = {}
 
 
 class PlanMesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,7 +98,10 @@ class PlanStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PlanReshard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One priced conversion: `value` in graph `graph` from one layout to another, `count` times a step, `us` each."""
+    """One priced conversion: `value` in graph `graph` from one layout to another, `count` times a step, `us` each.
+
+    `where` says for people which tensor that is: a parameter, or the module and op that make it.
+    """
 
     graph: str
     value: str
@@ -80,6 +110,7 @@ class PlanReshard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     steps: list[str]
     count: int
     us: float
+    where: str = ""
 
 
 class PlanPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,6 +164,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     conversions: list[PlanReshard]
     pins: dict[str, str] = {}
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    request: PlanRequest | None = None
 
     def to_json(self) -> bytes:
         """Indented JSON, the same bytes for the same plan."""
@@ -146,10 +178,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         scratch.replace(target)
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    def load(cls, path: str | Path) -> Self:
         """Read a plan. Raises PlanError where it is missing, truncated, of another version or has unknown keys."""
         try:
-            return decode_plan(Path(path).read_bytes(), str(path))
+            return decode_plan(Path(path).read_bytes(), str(path), cls)
         except OSError as error:
             raise PlanError(f"plan {path}: cannot be read ({error.strerror})") from None
 
@@ -159,12 +191,41 @@ def mesh_of(plan: Plan) -> Mesh:
     return Mesh(axes=tuple(Axis(name=n, size=s, level=plan.mesh.levels.get(n, 0)) for n, s in plan.mesh.axes.items()))
 
 
+def options_of(plan: Plan) -> Options:
+    """The options that a plan was searched with; of an old plan, the pins and precision that it names."""
+    if plan.request is None:
+        return Options(pins=plan.pins, precision=plan.precision)
+    return msgspec.convert(plan.request.options, Options)
+
+
+def asked_options(options: Options) -> dict[str, Any]:
+    """What is not left as it is, as `PlanRequest.options` keeps it. Where stages are dumped is no part of a plan."""
+    found = {}
+    for field in fields(Options):
+        value = getattr(options, field.name)
+        usual = field.default_factory() if field.default_factory is not MISSING else field.default
+        if field.name != "dump_dir" and value != usual:
+            found[field.name] = msgspec.to_builtins(value)
+    return found
+
+
+def memory_limit_bytes(plan: Plan) -> int | None:
+    """Bytes per device that the plan had to fit; None for a plan that doesn't say."""
+    limit = options_of(plan).memory_limit
+    if limit is not None:
+        return limit
+    return plan.cluster.spec.memory_bytes if plan.cluster.spec is not None else None
+
+
 class _Head(msgspec.Struct):
     format: str = ""
     version: int = -1
 
 
-def decode_plan(data: bytes, name: str) -> Plan:
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
+
+
+def decode_plan(data: bytes, name: str, kind: type[AnyPlan]) -> AnyPlan:
     """Plan from JSON bytes; `name` is for messages."""
     try:
         head = msgspec.json.decode(data, type=_Head)
@@ -177,6 +238,16 @@ def decode_plan(data: bytes, name: str) -> Plan:
     if head.version != VERSION:
         raise PlanError(f"plan {name}: version {head.version}, this autopar reads version {VERSION}; search again")
     try:
-        return msgspec.json.decode(data, type=Plan)
+        found = msgspec.json.decode(data, type=kind)
+        _check_options(found)
     except msgspec.ValidationError as error:
         raise PlanError(f"plan {name}: {error}") from None
+    return found
+
+
+def _check_options(plan: Plan) -> None:
+    """msgspec.ValidationError where the request names an option that isn't, or gives it a wrong value."""
+    unknown = set(plan.request.options if plan.request else ()) - {f.name for f in fields(Options)}
+    if unknown:
+        raise msgspec.ValidationError(f"Object contains unknown field `{min(unknown)}` - at `$.request.options`")
+    options_of(plan)

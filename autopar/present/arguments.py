@@ -26,26 +26,39 @@ VERIFY_BYTES_PER_PARAMETER = 40
 """fp32 weights, gradients and two AdamW states, whole and in pieces, and what compares them."""
 
 
-def parse_pins(pins: Sequence[str]) -> dict[str, str | int]:
+def parse_pins(pins: Sequence[str], option: str = "--pin") -> dict[str, str | int]:
     """`tp=2` -> a size; `PATTERN=LAYOUT` -> a layout, checked later against the model's names."""
     found: dict[str, str | int] = {}
     for text in pins:
         name, equals, value = (part.strip() for part in text.partition("="))
         if not (name and equals and value):
-            raise UserError(f"--pin {text}: wanted NAME=SIZE or PATTERN=LAYOUT")
+            raise UserError(f"{option} {text}: wanted NAME=SIZE or PATTERN=LAYOUT")
         is_number = re.fullmatch(r"[+-]?\d+", value) is not None
         if name == "zero":
             if value not in ("0", "3"):
-                raise UserError(f"--pin {text}: zero takes 0 (stored whole on dp) or 3 (stored cut on dp)")
+                raise UserError(f"{option} {text}: zero takes 0 (stored whole on dp) or 3 (stored cut on dp)")
         elif name in SIZES:
             if not is_number or int(value) < 1:
-                raise UserError(f"--pin {text}: wanted a whole number of 1 or more for axis {name}")
+                raise UserError(f"{option} {text}: wanted a whole number of 1 or more for axis {name}")
         elif is_number:
             near = difflib.get_close_matches(name, SIZES, n=1, cutoff=0.3)
             hint = f"closest: {near[0]}; " if near else ""
-            raise UserError(f"--pin {text}: unknown axis {name!r}; {hint}wanted one of {', '.join(SIZES)}, zero")
+            raise UserError(f"{option} {text}: unknown axis {name!r}; {hint}wanted one of {', '.join(SIZES)}, zero")
         found[name] = int(value) if is_number else value
     return found
+
+
+def split_pins(text: str, option: str) -> dict[str, str | int]:
+    """`dp=4 tp=2` -> pins. A word without `=` belongs to the layout before it."""
+    terms: list[str] = []
+    for word in text.split():
+        if "=" in word or not terms:
+            terms.append(word)
+        else:
+            terms[-1] += f" {word}"
+    if not terms:
+        raise UserError(f"{option}: wanted pins, such as 'tp=8', 'dp=4 tp=2', 'zero=3' or 'blocks.*.mlp=tp:S(0)'")
+    return parse_pins(terms, option)
 
 
 def parse_space(space: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -83,6 +96,12 @@ def check_positive(option: str, value: float | None) -> None:
     if value is not None and not value > 0:
         wanted = "1 or more" if isinstance(value, int) else "more than 0"
         raise UserError(f"{option} {value}: wanted {wanted}")
+
+
+def check_part(option: str, value: float) -> None:
+    """UserError unless 0 or more and below 1."""
+    if not 0 <= value < 1:
+        raise UserError(f"{option} {value}: wanted 0 or more and below 1")
 
 
 def check_writable(option: str, path: Path | None) -> None:

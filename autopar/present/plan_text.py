@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.errors import UserError
-from autopar.ir.plan import Plan, PlanNote, PlanParameter, PlanReshard
+from autopar.ir.plan import Plan, PlanInput, PlanNote, PlanParameter, PlanReshard, memory_limit_bytes
 from autopar.present.words import bar, bytes_words, count_words, group_name, pattern_of, shorten, time_words
 
 CONVERSIONS_SHOWN = 6
@@ -27,34 +27,36 @@ WIDE = 100
 """From this many columns on, a parameter's own bytes are shown beside those of its group with optimizer state."""
 
 
-def plan_text(
-    plan: Plan, width: int | None = None, *, memory_limit_bytes: int | None = None, links: Sequence[str] = ()
-) -> str:
-    """The plan as plain text, `width` columns wide (None: the terminal's).
+def plan_text(plan: Plan, width: int | None = None) -> str:
+    """The plan as plain text, `width` columns wide (None: the terminal's)."""
+    columns = width or terminal_columns()
+    return plain(plan_view(plan, columns), columns)
 
-    Args:
-        memory_limit_bytes: per device; memory is shown against it.
-        links: names of the cluster's link levels, innermost first.
-    """
-    columns = width or shutil.get_terminal_size((100, 24)).columns
+
+def terminal_columns() -> int:
+    """How wide the terminal is; 100 where there is none."""
+    return shutil.get_terminal_size((100, 24)).columns
+
+
+def plain(view: RenderableType, columns: int) -> str:
+    """What a rich console would print, without colours and trailing spaces."""
     console = Console(file=io.StringIO(), width=columns, color_system=None, force_terminal=False, highlight=False)
-    console.print(plan_view(plan, columns, memory_limit_bytes=memory_limit_bytes, links=links))
+    console.print(view)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def plan_view(
-    plan: Plan, width: int, *, memory_limit_bytes: int | None = None, links: Sequence[str] = ()
-) -> RenderableType:
+def plan_view(plan: Plan, width: int) -> RenderableType:
     """The plan as something that a rich console of this width prints."""
+    limit = memory_limit_bytes(plan)
     parts: list[RenderableType] = [
-        _head(plan, memory_limit_bytes, links),
+        _head(plan, limit),
         _section("Layouts"),
         _parameters(plan.parameters, wide=width >= WIDE),
         _section("Predicted step"),
         _shares(plan.predicted.breakdown_us, plan.predicted.step_time_us, time_words),
         _section("Memory per device"),
-        _shares(plan.predicted.breakdown_bytes, memory_limit_bytes or plan.predicted.peak_memory_bytes, bytes_words),
+        _shares(plan.predicted.breakdown_bytes, limit or plan.predicted.peak_memory_bytes, bytes_words),
     ]
     if any(c.us > 0 for c in plan.conversions):
         parts += [
@@ -77,25 +79,46 @@ def _grid() -> Table:
     return grid
 
 
-def _head(plan: Plan, limit: int | None, links: Sequence[str]) -> RenderableType:
-    p = plan.predicted
+def _head(plan: Plan, limit: int | None) -> RenderableType:
     grid = _grid()
-    grid.add_row("model", f"{plan.model.name} ({count_words(plan.model.parameters)} parameters), {plan.precision}")
-    grid.add_row("cluster", f"{plan.cluster.name} ({plan.cluster.devices} devices)")
-    grid.add_row("mesh", _mesh_words(plan, links))
-    if plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1:
-        s = plan.schedule
-        grid.add_row("schedule", f"{plan.mesh.pipeline} stages, {s.name}, {s.micro_batches} micro-batches")
-    grid.add_row("step", Text(f"{time_words(p.step_time_us)}, {count_words(p.tokens_per_s)} tokens/s, MFU {p.mfu:.1%}"))
-    of = f" of {bytes_words(limit)} ({p.peak_memory_bytes / limit:.0%})" if limit else ""
-    grid.add_row("memory", f"{bytes_words(p.peak_memory_bytes)}{of} per device")
-    grid.add_row("solver", _solver_words(plan))
-    if plan.pins:
-        grid.add_row("pins", ", ".join(f"{k}={v}" for k, v in plan.pins.items()))
+    for what, words in head_rows(plan, limit):
+        grid.add_row(what, Text(words))
     return grid
 
 
-def _mesh_words(plan: Plan, links: Sequence[str]) -> str:
+def head_rows(plan: Plan, limit: int | None) -> Iterator[tuple[str, str]]:
+    """(what, in words) of a plan at a glance. `limit`: bytes per device."""
+    p = plan.predicted
+    yield "model", f"{plan.model.name} ({count_words(plan.model.parameters)} parameters), {plan.precision}"
+    if plan.request is not None and plan.request.inputs:
+        yield "batch", inputs_words(plan.request.inputs)
+    yield "cluster", f"{plan.cluster.name} ({plan.cluster.devices} devices)"
+    yield "mesh", mesh_words(plan)
+    if plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1:
+        s = plan.schedule
+        yield "schedule", f"{plan.mesh.pipeline} stages, {s.name}, {s.micro_batches} micro-batches"
+    yield "step", f"{time_words(p.step_time_us)}, {count_words(p.tokens_per_s)} tokens/s, MFU {p.mfu:.1%}"
+    of = f" of {bytes_words(limit)} ({p.peak_memory_bytes / limit:.0%})" if limit else ""
+    yield "memory", f"{bytes_words(p.peak_memory_bytes)}{of} per device"
+    yield "solver", solver_words(plan)
+    if plan.pins:
+        yield "pins", ", ".join(f"{k}={v}" for k, v in plan.pins.items())
+
+
+def inputs_words(inputs: Mapping[str, PlanInput]) -> str:
+    """`16 × 1024 (input_ids, labels)`: the global batch, inputs of one shape together."""
+    alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for path, tensor in inputs.items():
+        alike[tensor.shape].append(path)
+    return ", ".join(
+        f"{' × '.join(map(str, shape)) or 'a scalar'} ({', '.join(paths)})" for shape, paths in alike.items()
+    )
+
+
+def mesh_words(plan: Plan) -> str:
+    """`dp=2 over infiniband × tp=8 over nvlink4`."""
+    links = [level.name for level in plan.cluster.spec.levels] if plan.cluster.spec is not None else []
+
     def axis(name: str, size: int) -> str:
         level = plan.mesh.levels.get(name)
         if size == 1 or level is None:
@@ -106,7 +129,8 @@ def _mesh_words(plan: Plan, links: Sequence[str]) -> str:
     return f"{axes} × {plan.mesh.pipeline} stages" if plan.mesh.pipeline > 1 else axes
 
 
-def _solver_words(plan: Plan) -> str:
+def solver_words(plan: Plan) -> str:
+    """How sure the solver is, and what memory is worth."""
     s = plan.solver
     words = f"{s.status.replace('_', ' ')}, gap {s.gap:.2%}, {s.time_s:.1f} s"
     if s.memory_price > 0:
@@ -179,12 +203,23 @@ class _Bar:
         yield Text(bar(self.part, min(width, 60)), style="cyan", no_wrap=True)
 
 
+def conversion_groups(conversions: Sequence[PlanReshard]) -> list[list[PlanReshard]]:
+    """Conversions that cost something, those of alike steps and layouts together, the dearest first."""
+    totals: dict[tuple[str, str, str], list[PlanReshard]] = defaultdict(list)
+    for c in (c for c in conversions if c.us > 0):
+        totals[" then ".join(c.steps), c.before, c.after].append(c)
+    rows = [sorted(group, key=lambda c: -c.us * c.count) for group in totals.values()]
+    return sorted(rows, key=lambda group: -sum(c.us * c.count for c in group))
+
+
+def conversion_name(c: PlanReshard) -> str:
+    """Which tensor, layers folded. Plans of before `where` was kept have only the graph's own name."""
+    return pattern_of(c.where or c.value)
+
+
 def _conversions(conversions: Sequence[PlanReshard], step_us: float) -> Table:
     """Conversions of alike values added up, the dearest first."""
-    totals: dict[tuple[str, str, str, str], list[PlanReshard]] = defaultdict(list)
-    for c in (c for c in conversions if c.us > 0):
-        totals[" then ".join(c.steps), c.before, c.after, pattern_of(c.value) if "." in c.value else ""].append(c)
-    rows = sorted(totals.values(), key=lambda group: -sum(c.us * c.count for c in group))
+    rows = conversion_groups(conversions)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("step", overflow="fold", ratio=2)
     table.add_column("from → to", overflow="fold", ratio=2)
@@ -207,7 +242,7 @@ def _conversions(conversions: Sequence[PlanReshard], step_us: float) -> Table:
 def _conversion_row(group: Sequence[PlanReshard], step_us: float) -> tuple[str, ...]:
     first = group[0]
     us = sum(c.us * c.count for c in group)
-    names = list(dict.fromkeys(pattern_of(c.value) for c in group))
+    names = list(dict.fromkeys(conversion_name(c) for c in group))
     of = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
     arrow = f"{first.before} → {first.after}"
     count = sum(c.count for c in group)
@@ -225,7 +260,8 @@ def parameter_view(plan: Plan, pattern: str, width: int) -> tuple[RenderableType
         hint = f"; closest: {', '.join(near)}" if near else ""
         raise UserError(f"--param {pattern}: no such parameter in the plan for {plan.model.name}{hint}")
     chosen = {n: plan.parameters[n] for n in names}
-    moved = [c for c in plan.conversions if c.value in chosen]
+    patterns = {pattern_of(n) for n in names}
+    moved = [c for c in plan.conversions if pattern_of(_tensor(c)) in patterns]
     parts: list[RenderableType] = [_parameters(chosen, wide=width >= WIDE)]
     if moved:
         parts += [_section("Conversions"), _conversions(moved, plan.predicted.step_time_us)]
@@ -234,6 +270,11 @@ def parameter_view(plan: Plan, pattern: str, width: int) -> tuple[RenderableType
         "conversions": [msgspec.to_builtins(c) for c in moved],
     }
     return Group(*parts), data
+
+
+def _tensor(c: PlanReshard) -> str:
+    """The parameter that a conversion is of, or whose gradient; where it is of another tensor, its maker."""
+    return (c.where or c.value).removeprefix("gradient of ").partition(" (")[0]
 
 
 def _part(us: float, step_us: float) -> str:

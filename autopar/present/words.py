@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 def bytes_words(count: float) -> str:
@@ -74,3 +74,8 @@ def ranges(numbers: Iterable[int]) -> str:
 def shorten(text: str, most: int) -> str:
     """`text`, cut at a word to at most `most` characters, the cut marked."""
     return text if len(text) <= most else text[: most - 1].rsplit(" ", 1)[0].rstrip(" ;,") + " …"
+
+
+def change_words(amount: float, say: Callable[[float], str]) -> str:
+    """`+3.2 ms`, `-1.00 GiB`, `nothing`."""
+    return "nothing" if amount == 0 else f"{'+' if amount > 0 else '-'}{say(abs(amount))}"

@@ -5,3 +5,5 @@ from autopar.sharding.build import survey_model as survey_model
 from autopar.sharding.dtensor_rules import RuleCache as RuleCache
 from autopar.sharding.dtensor_rules import one_axis_rules as one_axis_rules
 from autopar.sharding.pins import PinError as PinError
+from autopar.sharding.pins import is_layout_pin as is_layout_pin
+from autopar.sharding.pins import matching as matching

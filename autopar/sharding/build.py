@@ -167,8 +167,11 @@ class _Ends:
         )
         if held_whole:
             return (self.expander.layout((R,) * len(self.mesh.axes)),)
-        plain = name in self.survey.plain[graph.name] or (top and given.kind is InputKind.INPUT)
-        return self.choices(graph, name, meta, whole_on_tp=plain, sums=False)
+        fed = top and given.kind is InputKind.INPUT
+        plain = name in self.survey.plain[graph.name] or fed
+        found = self.choices(graph, name, meta, whole_on_tp=plain, sums=False)
+        # Equals go to the first choice: an input that all readers take cut is fed cut, so that no rank loads all of it.
+        return found[::-1] if fed else found
 
     def choices(
         self, graph: Graph, name: str, meta: TensorMeta, *, whole_on_tp: bool, sums: bool

@@ -26,9 +26,9 @@ def layout_pins(captured: CapturedGraph, mesh: Mesh, pins: Mapping[str, str | in
     """
     found: dict[str, dict[str, Placement]] = {}
     for pattern, text in pins.items():
-        if pattern in _OWN_KEYS:
+        if not is_layout_pin(pattern):
             continue
-        matched = [p for p in captured.parameters if _matches(pattern, p)]
+        matched = matching(captured, pattern)
         if not matched:
             raise UserError(_nothing(pattern, captured.parameters))
         wanted = _placements(pattern, str(text), mesh)
@@ -38,6 +38,16 @@ def layout_pins(captured: CapturedGraph, mesh: Mesh, pins: Mapping[str, str | in
         for parameter in fit:
             found.setdefault(parameter.name, {}).update(wanted)
     return found
+
+
+def is_layout_pin(pattern: str) -> bool:
+    """True unless the pin is of an axis or of `zero`."""
+    return pattern not in _OWN_KEYS
+
+
+def matching(captured: CapturedGraph, pattern: str) -> list[ParameterInfo]:
+    """Parameters whose name, or a module above them, a pattern names."""
+    return [p for p in captured.parameters if _matches(pattern, p)]
 
 
 def _matches(pattern: str, parameter: ParameterInfo) -> bool:
@@ -63,7 +73,8 @@ def _placements(pattern: str, text: str, mesh: Mesh) -> dict[str, Placement]:
 
 def _fits(parameter: ParameterInfo, wanted: Mapping[str, Placement], mesh: Mesh) -> bool:
     layout = parse_layout(" ".join(f"{a}:{p}" for a, p in wanted.items()) or "whole", mesh)
-    return divides(layout, parameter.meta.shape, mesh)
+    dims = [p.dim for p in layout.placements if p.kind is Kind.SHARD]
+    return divides(layout, parameter.meta.shape, mesh) and len(set(dims)) == len(dims)
 
 
 def _unfit(pattern: str, text: str, parameter: ParameterInfo, mesh: Mesh) -> str:

@@ -9,11 +9,13 @@ from autopar.solver.memory import LeastMemory, largest_terms, minimise_memory
 from autopar.solver.model import build_model
 from autopar.solver.modelling import write_lp, write_mps
 from autopar.solver.reduce import reduce_problem
+from autopar.solver.reduction import keep_strategies
 
 __all__ = [
     "LeastMemory",
     "build_model",
     "dump_problem",
+    "keep_strategies",
     "largest_terms",
     "load_problem",
     "lower_bound_us",

@@ -1,0 +1,109 @@
+"""One mesh: its choices, its problem, its answer. `api` compares meshes; `questions` asks again on the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar import sharding
+from autopar.cost_model.answer import make_plan
+from autopar.cost_model.build import Priced, build_problem
+from autopar.cost_model.prices import MeshPrices, model_flops
+from autopar.cost_model.wiring import Wiring, wire
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.graph import CapturedGraph
+from autopar.ir.mesh import Mesh
+from autopar.ir.options import Options
+from autopar.ir.plan import Plan
+from autopar.ir.problem import Problem, evaluate
+from autopar.ir.solution import Solution
+from autopar.ir.strategy import Note, StrategyTable
+from autopar.solver import minimise_memory, relaxation_bound_us, solve
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is searched: a captured model on a cluster. `rules` are shared by all meshes of it."""
+
+    captured: CapturedGraph
+    cluster: ClusterSpec
+    options: Options
+    wiring: Wiring
+    rules: sharding.RuleCache
+
+    @classmethod
+    def of(cls, captured: CapturedGraph, cluster: ClusterSpec, options: Options) -> Task:
+        """With the parts that are the same for every mesh."""
+        return cls(captured, cluster, options, wire(captured), sharding.RuleCache())
+
+    def pinned(self, pins: Mapping[str, str | int]) -> Task:
+        """The same task under these pins alone."""
+        return replace(self, options=replace(self.options, pins=dict(pins)))
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes per device."""
+        limit = self.options.memory_limit
+        return limit if limit is not None else self.cluster.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One mesh with its problem; no plan on it costs less than `bound_us`."""
+
+    mesh: Mesh
+    table: StrategyTable
+    priced: Priced
+    bound_us: float
+
+    @property
+    def problem(self) -> Problem:
+        """In plain numbers."""
+        return self.priced.problem
+
+
+def price_mesh(task: Task, mesh: Mesh) -> Candidate:
+    """Choices, prices and the lower bound. Raises UserError for pins that can't hold (PinError: on this mesh)."""
+    table = sharding.build_table(task.captured, mesh, task.options, rules=task.rules)
+    prices = MeshPrices(task.cluster, mesh)
+    priced = build_problem(task.captured, task.wiring, table, prices, task.options, task.limit_bytes)
+    return Candidate(mesh, table, priced, relaxation_bound_us(priced.problem))
+
+
+def solve_mesh(candidate: Candidate, options: Options, *, gap: float, cutoff_us: float | None) -> Solution | None:
+    """The answer on one mesh; None if nothing fits or, for time, if none costs less than `cutoff_us`."""
+    if options.objective == "time" and cutoff_us is not None and candidate.bound_us >= cutoff_us:
+        return None
+    return solve_problem(candidate.problem, options, gap=gap, cutoff_us=cutoff_us)
+
+
+def solve_problem(problem: Problem, options: Options, *, gap: float, cutoff_us: float | None) -> Solution | None:
+    """The fastest choice that fits, or of those that need the least memory. None as for `solve_mesh`."""
+    if options.objective == "memory" and problem.moments:
+        return _least_memory(problem, options)
+    return solve(problem, time_limit_s=options.time_limit_s, gap=gap, cutoff_us=cutoff_us, explain=False)
+
+
+def _least_memory(problem: Problem, options: Options) -> Solution | None:
+    """The fastest of the choices that need the least memory."""
+    least = minimise_memory(problem, time_limit_s=options.time_limit_s)
+    if least is None:
+        return None
+    limit = min(least.needed_bytes, problem.moments[least.moment].limit_bytes)
+    moments = tuple(replace(m, limit_bytes=limit) for m in problem.moments)
+    return solve(replace(problem, moments=moments), time_limit_s=options.time_limit_s)
+
+
+def rank(candidate: Candidate, solution: Solution, options: Options) -> tuple[float, float]:
+    """What is minimised, then what decides between equals."""
+    if options.objective == "memory":
+        return max(evaluate(candidate.problem, solution.choice).used_bytes, default=0), solution.objective_us
+    return solution.objective_us, 0.0
+
+
+def plan_of(task: Task, candidate: Candidate, solution: Solution) -> Plan:
+    """The plan of one solved mesh."""
+    notes = candidate.table.notes + tuple(Note(*n) for n in task.captured.notes)
+    prices = MeshPrices(task.cluster, candidate.mesh)
+    flops = model_flops(task.captured, task.wiring)
+    return make_plan(task.captured, candidate.priced, solution, prices, task.cluster, task.options, notes, flops)

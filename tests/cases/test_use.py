@@ -1,0 +1,164 @@
+"""Field cases of usability, by id."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar import Options
+
+ROUNDING = 1e-9
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(width), Mlp(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Classifier(nn.Module):
+    def __init__(self, width: int = 48, classes: int = 12) -> None:
+        super().__init__()
+        self.stem = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), y)
+
+
+def search(ranks: int, **options: Any) -> autopar.Plan:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(24, 48), "y": torch.randint(0, 12, (24,))}
+    cluster = autopar.ClusterSpec.load(f"rtx3090:{ranks}")
+    return autopar.search(Classifier(), cluster, example_inputs=batch, options=Options(**options))
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "tp:S(0)"), (2, "tp:S(1)"), (2, "tp:R"), (4, "dp:S(0) tp:S(1)")])
+def test_use_03_a_constraint_on_the_head_is_in_the_plan(tmp_path: Path, ranks: int, layout: str) -> None:
+    plan = search(ranks, pins={"tp": 2, "head": layout})
+    plan.save(tmp_path / "plan.json")
+    entry = json.loads((tmp_path / "plan.json").read_text())["parameters"]["head.weight"]
+    wanted = {term for term in layout.split() if ranks == 4 or term.startswith("tp")}
+    assert wanted <= set(entry["layout"].split())
+    assert entry["bytes_per_device"] == 12 * 48 * 4 // (len([t for t in wanted if "S" in t]) and 2 ** len(wanted) or 1)
+
+
+@pytest.mark.parametrize(
+    ("pins", "words"),
+    [
+        ({"tp": 4, "head": "tp:S(2)"}, "head.weight has shape [12, 48]"),
+        ({"tp": 4, "hed": "tp:S(0)"}, "did you mean head"),
+        ({"tp": 4, "head": "tp:P"}, "can't be stored as a sum"),
+        ({"dp": 2, "tp": 2, "head": "dp:S(0) tp:S(0)"}, "can't cut so"),
+    ],
+)
+def test_use_03_a_violated_constraint_raises(pins: dict[str, Any], words: str) -> None:
+    with pytest.raises(autopar.UserError) as error:
+        search(4, pins=pins)
+    assert words in str(error.value)
+
+
+def test_use_03_a_constraint_that_one_mesh_cannot_hold_leaves_the_others() -> None:
+    plan = search(8, pins={"head": "tp:S(0)"})  # 12 rows: tp=2 and tp=4 can, tp=8 can't
+    assert plan.mesh.axes.get("tp", 1) in (1, 2, 4)
+
+
+NAMES = ["blocks.0.mlp.up", "blocks.2.mlp.down.weight", "head", "stem.weight", "blocks.1.norm"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {}),
+        (4, {"pins": {"dp": 2, "tp": 2}}),
+        (4, {"pins": {"tp": 1}, "memory_limit": 360_000}),
+        (3, {"pins": {"zero": 3, "dp": 3}}),
+        (4, {"pins": {"dp": 2, "tp": 2, "blocks.*.mlp.up": "dp:R tp:S(1)"}}),
+    ],
+    ids=["free", "dp2tp2", "memory", "zero", "pinned"],
+)
+def test_use_05_the_next_best_costs_exactly_what_is_said(ranks: int, options: dict[str, Any]) -> None:
+    plan = search(ranks, gap=0.0, **options)
+    for name in NAMES:
+        answer = plan.explain(name)
+        assert answer.chosen and answer.binding.message
+        if not answer.next_best:
+            assert answer.difference_us is None
+            continue
+        asked = {k: v for k, v in options.items() if k != "pins"}
+        forced = search(ranks, pins=answer.pins, gap=0.0, **asked)
+        assert forced.solver.status == "optimal"
+        whole = plan.solver.objective_us
+        assert answer.difference_us == pytest.approx(forced.solver.objective_us - whole, abs=ROUNDING * whole)
+        largest = max((n for n in forced.parameters if n == name or n.startswith(name + ".")), key=_size(forced))
+        assert forced.parameters[largest].layout == answer.next_best != answer.chosen == plan.parameters[largest].layout
+
+
+def _size(plan: autopar.Plan) -> Any:
+    return lambda name: plan.parameters[name].optimizer_bytes_per_device
+
+
+def test_use_05_next_best_is_best() -> None:
+    """Against all layouts that a pin can write, but those that a search leaves out."""
+    plan = search(4, pins={"dp": 2, "tp": 2})
+    answer = plan.explain("blocks.0.mlp.up")
+    prices = {}
+    for dp in ("R", "S(0)", "S(1)"):
+        for tp in ("S(0)", "S(1)"):
+            if dp != tp and f"dp:{dp} tp:{tp}" != answer.chosen:
+                pins = {"dp": 2, "tp": 2, "blocks.0.mlp.up": f"dp:{dp} tp:{tp}"}
+                prices[f"dp:{dp} tp:{tp}"] = search(4, pins=pins).solver.objective_us
+    assert answer.next_best == min(prices, key=lambda text: prices[text])
+
+
+def test_use_05_binding_constraint() -> None:
+    free = search(2, pins={"dp": 2})
+    assert free.explain("head").binding.kind == "none"
+    tight = search(2, pins={"dp": 2}, memory_limit=_half_way(free))
+    bound = tight.explain("blocks.0.mlp.up").binding
+    assert tight.parameters["blocks.0.mlp.up.weight"].layout == "dp:S(0)"
+    assert bound.kind == "memory"
+    assert "without it this would be dp:R" in bound.message
+    assert bound.price_us == pytest.approx(tight.solver.objective_us - free.solver.objective_us)
+    pinned = search(2, pins={"dp": 2, "head": "dp:S(0)"})
+    answer = pinned.explain("head")
+    assert answer.binding.kind == "pin"
+    assert "pin head=dp:S(0)" in answer.binding.message
+    assert answer.binding.price_us == pytest.approx(pinned.solver.objective_us - free.solver.objective_us)
+    assert answer.next_best == "dp:R"
+    assert answer.difference_us is not None
+    assert answer.difference_us < 0
+
+
+def _half_way(plan: autopar.Plan) -> int:
+    """A limit between what the fastest and the smallest plan need."""
+    least = search(2, pins={"dp": 2}, objective="memory")
+    return (plan.predicted.peak_memory_bytes + least.predicted.peak_memory_bytes) // 2
+
+
+def test_use_05_an_unknown_name_gives_the_closest() -> None:
+    with pytest.raises(autopar.UserError, match=r"'blocks.0.mpl.up' is no parameter.*did you mean blocks.0.mlp.up"):
+        search(2).explain("blocks.0.mpl.up")
