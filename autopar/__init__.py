@@ -9,10 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.api import ClusterSpec, capture, compile, emit_source, search, verify
+    from autopar.api import ClusterSpec, Plan, capture, compile, emit_source, search, verify
     from autopar.errors import AutoparError, CaptureError, InfeasibleError, PlanError, RankError, UserError
     from autopar.ir.options import Options
-    from autopar.ir.plan import Plan
+    from autopar.present.plan_diff import PlanDiff
+    from autopar.questions import Explanation, WhyNot
+    from autopar.runtime.dataset import shard_dataset
     from autopar.runtime.launch import launch
 
 _HOME = {
@@ -21,24 +23,32 @@ _HOME = {
         ("AutoparError", "CaptureError", "InfeasibleError", "PlanError", "RankError", "UserError"), "autopar.errors"
     ),
     "Options": "autopar.ir.options",
+    "PlanDiff": "autopar.present.plan_diff",
+    "Explanation": "autopar.questions",
+    "WhyNot": "autopar.questions",
     "launch": "autopar.runtime.launch",
+    "shard_dataset": "autopar.runtime.dataset",
 }
 
 __all__ = [
     "AutoparError",
     "CaptureError",
     "ClusterSpec",
+    "Explanation",
     "InfeasibleError",
     "Options",
     "Plan",
+    "PlanDiff",
     "PlanError",
     "RankError",
     "UserError",
+    "WhyNot",
     "capture",
     "compile",
     "emit_source",
     "launch",
     "search",
+    "shard_dataset",
     "verify",
 ]
 

@@ -37,8 +37,8 @@ h1 { font-size: 26px; margin: 0 0 2px; } h2 { font-size: 17px; margin: 0 0 12px;
 .sub { color: var(--soft); margin: 0 0 24px; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 18px 20px;
   margin: 16px 0; overflow-x: auto; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 0; }
-.figures div { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 12px 16px; }
+.figures { display: flex; flex-wrap: wrap; gap: 12px; margin: 0; }
+.figures div { flex: 1 1 140px; background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 12px 16px; }
 .figures dt { color: var(--soft); font-size: 13px; } .figures dd { margin: 0; font-size: 23px; font-weight: 600; }
 .figures small { display: block; color: var(--soft); font-size: 12px; font-weight: 400; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
@@ -47,6 +47,7 @@ th, td { padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical
 tr:last-child td { border-bottom: 0; }
 td.n, th.n { text-align: right; white-space: nowrap; }
 code { font: 13px/1.4 ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflow-wrap: anywhere; }
+code.whole { white-space: nowrap; }
 svg { width: 100%; height: 26px; display: block; border-radius: 5px; background: var(--line); }
 .key { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 8px; }
 .facts th { width: 130px; } .facts td { border: 0; } .facts th { border: 0; }
@@ -147,13 +148,17 @@ def _code(text: str) -> str:
     return f"<code>{escape(text)}</code>"
 
 
+def _layout(text: str) -> str:
+    return f'<code class="whole">{escape(text)}</code>'
+
+
 def _layouts(plan: Plan) -> str:
     rows = []
     for name, members in parameter_groups(plan.parameters):
         first, n = members[0], len(members)
         state = n * (first.bytes_per_device + first.optimizer_bytes_per_device)
         sizes = (str(n), bytes_words(first.bytes_per_device), bytes_words(state))
-        rows.append((_code(name), escape(first.role), _code(first.layout), *map(escape, sizes)))
+        rows.append((_code(name), escape(first.role), _layout(first.layout), *map(escape, sizes)))
     return _table(("parameters", "as", "layout", ">count", ">each", ">all, with optimizer state"), rows)
 
 
@@ -167,7 +172,12 @@ def _conversions(plan: Plan) -> str:
         of = "<br>".join(map(_code, names[:PLACES_SHOWN])) + more
         cells = (str(sum(c.count for c in group)), time_words(us), f"{us / step:.1%}" if step else "")
         rows.append(
-            (_code(" then ".join(first.steps)), _code(f"{first.before} → {first.after}"), of, *map(escape, cells))
+            (
+                _code(" then ".join(first.steps)),
+                _layout(first.before) + " → " + _layout(first.after),
+                of,
+                *map(escape, cells),
+            )
         )
     left = f"<p>{len(groups) - CONVERSIONS_SHOWN} more kinds cost less.</p>" if len(groups) > CONVERSIONS_SHOWN else ""
     return _table(("collective", "from → to", "of", ">times", ">total", ">of the step"), rows) + left
