@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +19,13 @@ from autopar.candidates import Candidate, Task, plan_of, price_mesh, rank, solve
 from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.local import local_cluster
 from autopar.cost_model.search_space import mesh_candidates
-from autopar.errors import InfeasibleError, PlanError, UserError
+from autopar.errors import ClusterError, InfeasibleError, InputError, PlanError, UserError
 from autopar.ir import cluster as description
 from autopar.ir import plan as records
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.options import Options
-from autopar.ir.plan import mesh_of
+from autopar.ir.plan import decode_plan, mesh_of
 from autopar.ir.program import Source
 from autopar.ir.solution import Solution, Status
 from autopar.ops.lowering import is_random
@@ -31,7 +33,10 @@ from autopar.present.plan_diff import PlanDiff, diff_plans
 from autopar.present.plan_text import plan_text
 from autopar.present.report import write_report
 from autopar.questions import Explanation, WhyNot
+from autopar.runtime.agree import agree as agree_among
+from autopar.runtime.agree import from_first
 from autopar.runtime.agreement import agree, parts_of
+from autopar.runtime.calls import Request
 from autopar.runtime.comm import Alone, Communicator
 from autopar.runtime.deferred import DeferredModule
 from autopar.runtime.groups import communicator, init_ranks, ranks_started
@@ -207,7 +212,14 @@ def capture(
 ) -> CapturedGraph:
     """The joint graph of a model called with these inputs. Submodules that run as they are are logged as warnings."""
     args, kwargs = _call(example_inputs)
-    captured = tracer.capture(model, args, kwargs, options=options or Options(), model_name=model_name)
+    return _captured_call(model, args, kwargs, options or Options(), model_name)
+
+
+def _captured_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, name: str | None = None
+) -> CapturedGraph:
+    with _CAPTURING:
+        captured = tracer.capture(model, args, kwargs, options=options, model_name=name)
     if os.environ.get("RANK", "0") == "0":
         for region in captured.regions:
             _log.warning("region %s (%s): %s", region.key, region.source, region.message)
@@ -223,12 +235,20 @@ def _call(example_inputs: Mapping[str, Any] | tuple[Any, ...]) -> tuple[tuple[An
 
 
 def plan_captured(
-    captured: CapturedGraph, cluster: description.ClusterSpec, *, options: Options, progress: Progress = _quiet
+    captured: CapturedGraph,
+    cluster: description.ClusterSpec,
+    *,
+    options: Options,
+    progress: Progress = _quiet,
+    rules: sharding.RuleCache | None = None,
 ) -> Plan:
-    """Search over mesh shapes, the most promising first. A mesh proven to be no better is not solved to the end."""
+    """Search over mesh shapes, the most promising first. A mesh proven to be no better is not solved to the end.
+
+    `rules` keeps answers about ops for another search.
+    """
     dump = _Dump(options.dump_dir)
     dump("captured", captured)
-    task = Task.of(captured, cluster, options)
+    task = Task.of(captured, cluster, options, rules)
     candidates = _candidates(task, progress, dump)
     best: tuple[Candidate, Solution] | None = None
     bounds = []
@@ -352,58 +372,118 @@ def compile(
     if started != wanted:
         raise PlanError(f"the {'plan' if plan else 'cluster'} describes {wanted} ranks, {started} were launched")
     if example_inputs is None:
-        return DeferredModule(lambda inputs: _compiled(model, cluster, inputs, plan, options))
-    return _compiled(model, cluster, example_inputs, plan, options)
+        return DeferredModule(
+            lambda args, kwargs: compile_on(model, _started, cluster, args, kwargs, plan=plan, options=options),
+            training=model.training,
+        )
+    args, kwargs = _call(example_inputs)
+    return compile_on(model, _started, cluster, args, kwargs, plan=plan, options=options)
 
 
-def _compiled(
+def _started(plan: records.Plan, source: Source) -> Communicator:
+    """This process's `rt` under torchrun or `launch`, once all ranks are seen to hold the same plan and program."""
+    mesh = mesh_of(plan)
+    if mesh.size == 1:
+        return Alone(mesh, torch.device("cpu"))
+    init_ranks()
+    agree(parts_of(plan, source))
+    return communicator(mesh)
+
+
+def compile_on(
     model: nn.Module,
+    ranks: Callable[[records.Plan, Source], Communicator],
     cluster: description.ClusterSpec | None,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...],
-    plan: records.Plan | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    plan: records.Plan | None = None,
     options: Options,
 ) -> ParallelModule:
-    captured = capture(model, example_inputs, options=options)
+    """`compile` for ranks of any kind: `ranks` gives this rank's `rt` for a plan and its program."""
+    captured = _captured_call(model, args, kwargs, options)
     if plan is None:
         assert cluster is not None
         plan = plan_captured(captured, cluster, options=options)
     source = emit_captured(captured, plan)
-    mesh = mesh_of(plan)
-    if mesh.size > 1:
-        init_ranks()
-        agree(parts_of(plan, source))
-    rt = communicator(mesh) if mesh.size > 1 else Alone(mesh, torch.device("cpu"))
+    rt = ranks(plan, source)
     rt.seed = options.seed
-    return ParallelModule(
-        captured, plan, source, model, rt, recompile=_other_mode(model, cluster, example_inputs, plan, options)
-    )
+    agree_among(rt, source.text, f"compile({captured.model_name}): the program")
+    code = model if captured.regions else skeleton(model)  # regions show their shapes by running
+    return ParallelModule(captured, plan, source, model, rt, recompile=_Replanner(code, rt, cluster, plan, options))
 
 
-def _other_mode(
-    model: nn.Module,
-    cluster: description.ClusterSpec | None,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...],
-    plan: records.Plan,
-    options: Options,
-) -> Callable[[bool], tuple[CapturedGraph, records.Plan, Source]] | None:
-    """How the module gets its other mode (evaluation after training): planned with parameters stored alike."""
-    if cluster is None:
-        return None
+_CAPTURING = threading.RLock()
+"""Capture changes names of torch for a while: one thread at a time."""
 
-    def recompile(training: bool) -> tuple[CapturedGraph, records.Plan, Source]:
-        before = model.training
+
+class _Replanner:
+    """Captures and plans again for a call that no program fits: same mesh, parameters stored alike.
+
+    Every rank captures; rank 0 plans, and all follow its plan.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rt: Communicator,
+        cluster: description.ClusterSpec | None,
+        plan: records.Plan,
+        options: Options,
+    ) -> None:
+        self.model = model
+        self.rt = rt
+        self.cluster = cluster
+        stored = {name: p.layout for name, p in plan.parameters.items()}
+        self.plan = plan
+        self.options = replace(options, pins={**options.pins, **plan.mesh.axes, **stored})
+        self.trains = {name: p.requires_grad for name, p in model.named_parameters()}
+        self.rules = sharding.RuleCache()
+
+    def __call__(self, request: Request) -> tuple[CapturedGraph, records.Plan, Source]:
+        what = f"{self.plan.model.name} is called in a new way"
+        agree_among(self.rt, str(request.wanted), what)
+        captured = self._capture(request)
+        agree_among(self.rt, captured.hash, what)
+        data = from_first(self.rt, lambda: self._plan(captured).to_json())
+        plan = decode_plan(data, f"for {captured.model_name}", records.Plan)
+        return captured, plan, emit_captured(captured, plan)
+
+    def _capture(self, request: Request) -> CapturedGraph:
+        for path, module in self.model.named_modules():
+            module.training = request.modes.get(path, module.training)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(self.trains[name] or name in request.wanted.unfrozen)
+        return _captured_call(self.model, request.args, request.kwargs, self.options)
+
+    def _plan(self, captured: CapturedGraph) -> records.Plan:
+        return plan_captured(captured, self.cluster or self._named(), options=self.options, rules=self.rules)
+
+    def _named(self) -> description.ClusterSpec:
+        """The plan's cluster: as its file describes it, or by its name where the catalogue has it."""
+        described = self.plan.cluster
         try:
-            captured = capture(model.train(training), example_inputs, options=options)
-        finally:
-            model.train(before)
-        pins = {**options.pins, **plan.mesh.axes, **{name: p.layout for name, p in plan.parameters.items()}}
-        found = plan_captured(captured, cluster, options=replace(options, pins=pins))
-        source = emit_captured(captured, found)
-        if mesh_of(found).size > 1:
-            agree(parts_of(found, source))
-        return captured, found, source
+            self.cluster = described.spec or load_cluster(described.name)
+        except ClusterError as error:
+            raise InputError(
+                f"this call differs from the one that the plan was made for, and to plan again the cluster is needed "
+                f"({error}): pass it too, compile(model, cluster, plan=plan)"
+            ) from None
+        return self.cluster
 
-    return recompile
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of the model's code without its weights, so that these can go; the model itself if it can't be copied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta", requires_grad=False)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception:  # whatever a user's class does in its own copying
+        return model
 
 
 def emit_captured(captured: CapturedGraph, plan: records.Plan) -> Source:

@@ -32,9 +32,11 @@ class Task:
     rules: sharding.RuleCache
 
     @classmethod
-    def of(cls, captured: CapturedGraph, cluster: ClusterSpec, options: Options) -> Task:
-        """With the parts that are the same for every mesh."""
-        return cls(captured, cluster, options, wire(captured), sharding.RuleCache())
+    def of(
+        cls, captured: CapturedGraph, cluster: ClusterSpec, options: Options, rules: sharding.RuleCache | None = None
+    ) -> Task:
+        """With the parts that are the same for every mesh. `rules` keeps answers about ops for another search."""
+        return cls(captured, cluster, options, wire(captured), rules or sharding.RuleCache())
 
     def pinned(self, pins: Mapping[str, str | int]) -> Task:
         """The same task under these pins alone."""

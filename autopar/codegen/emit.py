@@ -293,7 +293,7 @@ class _Writer:
             for position, gradient in enumerate(fn.gradients):
                 if gradient is not None and position not in self.stored:
                     self._line(1, f"gradients[{position}] = {self._name(gradient)}")
-            self._line(1, "return gradients")
+            self._line(1, "return gradients" + (f" + [{', '.join(outputs)}]" if outputs else ""))
 
 
 def _sides(step: Step, part: int) -> tuple[tuple[Local | None, ...], tuple[Local | None, ...]]:

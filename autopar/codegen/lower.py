@@ -58,8 +58,15 @@ def lower(captured: CapturedGraph, plan: Plan, mesh: Mesh | None = None) -> Prog
         outputs=outputs,
         tangents=by_kind[InputKind.TANGENT],
         updates=tuple(o.target for o in top.outputs if o.kind is OutputKind.BUFFER_UPDATE),
+        differentiated=_differentiated(top),
         metas={g.name: {name: v.meta for name, v in g.values().items()} for g in captured.graphs},
     )
+
+
+def _differentiated(top: Graph) -> tuple[str, ...]:
+    """Inputs of the model whose gradients the backward gives, in order."""
+    names = {i.value.name: i.target for i in top.inputs if i.kind is InputKind.INPUT}
+    return tuple(names[o.target] for o in top.outputs if o.kind is OutputKind.GRADIENT and o.target in names)
 
 
 def _instances(captured: CapturedGraph, key: str) -> tuple[str, ...]:
@@ -226,19 +233,23 @@ class _Lowering:
         return tuple(outputs), tuple(updates)
 
     def _leave_backward(self) -> tuple[tuple[Local | None, ...], tuple[Local | None, ...]]:
-        """(gradients of non-parameters as made, gradients of parameters in storage layout)."""
+        """(gradients of non-parameters: of a block as made, of the model as planned; those of parameters as stored)."""
         others: list[Local | None] = []
         gradients: dict[str, Local] = {}
         parameters = [i.value.name for i in self.graph.inputs if i.kind is InputKind.PARAMETER]
-        for out in self.graph.outputs:
+        for position, out in enumerate(self.graph.outputs):
             if out.kind is not OutputKind.GRADIENT:
                 continue
             if out.target in parameters:
                 if out.value is not None:
                     storage = self.arrivals[out.target]
                     gradients[out.target] = self.backward.fetch(out.value, storage, OUTSIDE)
+            elif out.value is None:
+                others.append(None)
             elif self.block:
-                others.append(None if out.value is None else self._as_made(out.value))
+                others.append(self._as_made(out.value))
+            else:
+                others.append(self.backward.fetch(out.value, self.context.layouts.output(position), OUTSIDE))
         return tuple(others), tuple(gradients.get(p) for p in parameters)
 
     def _as_made(self, value: str) -> Local:

@@ -56,6 +56,8 @@ def parameter_rows(program: Program) -> Iterable[str]:
     yield from _layouts("BUFFERS", program.buffers)
     yield from _layouts("CONSTANTS", program.constants)
     yield "UPDATES = (" + "".join(f'"{name}", ' for name in program.updates).rstrip() + ")"
+    if program.differentiated:
+        yield "DIFFERENTIATED = (" + "".join(f'"{name}", ' for name in program.differentiated).rstrip() + ")"
 
 
 def _layouts(name: str, layouts: Mapping[str, Layout]) -> Iterable[str]:

@@ -230,12 +230,17 @@ def _readers(graph: Graph, captured: CapturedGraph, class_of: dict[tuple[str, st
             continue
         if out.kind is OutputKind.GRADIENT:
             slot = class_of.get((graph.name, out.target))
+            if slot is None and graph is captured.top:
+                slot = _output_slot(graph, position, out.value, open_)
             if slot is not None:
                 open_.read(graph.name, out.value, slot, 0, Phase.BACKWARD)
         elif graph is captured.top:
-            meta = graph.values()[out.value].meta
-            slot = open_.add(Slot(kind=SlotKind.OUTPUT, graph="top", name=str(position), count=1, meta=meta))
-            open_.read(graph.name, out.value, slot, 0, Phase.FORWARD)
+            open_.read(graph.name, out.value, _output_slot(graph, position, out.value, open_), 0, Phase.FORWARD)
+
+
+def _output_slot(graph: Graph, position: int, value: str, open_: _Open) -> int:
+    meta = graph.values()[value].meta
+    return open_.add(Slot(kind=SlotKind.OUTPUT, graph="top", name=str(position), count=1, meta=meta))
 
 
 def _wires(

@@ -293,6 +293,9 @@ class CallSignature:
         rebuild: list of output tensors (OUTPUT outputs in order) -> the model's own return type.
         outputs: path of each OUTPUT in the return value ("loss", "logits", "[0]").
         differentiable: whether each OUTPUT has a TANGENT.
+        detached: outputs that need a gradient in the model, and have no TANGENT here.
+        read: (args, kwargs) of any call -> its leaves by path; None: only the captured call is known.
+        as_captured: dtype of a tensor -> dtype that it has in the capture; None: the same.
     """
 
     inputs: tuple[InputLeaf, ...]
@@ -300,6 +303,9 @@ class CallSignature:
     differentiable: tuple[bool, ...]
     flatten: Any = field(compare=False)
     rebuild: Any = field(compare=False)
+    detached: tuple[bool, ...] = ()
+    read: Any = field(compare=False, default=None)
+    as_captured: Any = field(compare=False, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

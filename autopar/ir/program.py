@@ -135,7 +135,7 @@ class Function:
         buffers, constants, inputs, tangents: the graph's other inputs, in order (a backward has tangents only; of the
             forward of a block, `inputs` holds its buffers and constants too, in the order of the block's inputs).
         saved: made by the forward, read by the backward; the same tuple in both.
-        outputs: forward, the OUTPUT outputs; backward, the gradients of non-parameters (blocks only).
+        outputs: forward, the OUTPUT outputs; backward, the gradients of non-parameters.
         updates: forward of the top graph, new values of buffers.
         gradients: backward, one per parameter, None where none.
     """
@@ -179,7 +179,8 @@ class Program:
         calls: block key -> instance (module path) of each call, in forward order.
         block_parameters: block key -> per call, positions in the top graph's parameters of the block's parameters.
         parameters, buffers, constants, inputs, outputs, tangents: name or target -> layout, in the order in which the
-            top functions take or give them. `updates`: names of the buffers that the forward gives new values of.
+            top functions take or give them. `updates`: names of the buffers that the forward gives new values of;
+            `differentiated`: inputs whose gradients the backward gives, whole, after those of the parameters.
         metas: graph name -> value name -> global meta.
     """
 
@@ -196,6 +197,7 @@ class Program:
     outputs: Mapping[str, Layout]
     tangents: Mapping[str, Layout]
     updates: tuple[str, ...]
+    differentiated: tuple[str, ...] = ()
     metas: Mapping[str, Mapping[str, TensorMeta]]
 
     def function(self, graph: str, phase: Phase) -> Function:

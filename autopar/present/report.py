@@ -38,7 +38,8 @@ h1 { font-size: 26px; margin: 0 0 2px; } h2 { font-size: 17px; margin: 0 0 12px;
 section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 18px 20px;
   margin: 16px 0; overflow-x: auto; }
 .figures { display: flex; flex-wrap: wrap; gap: 12px; margin: 0; }
-.figures div { flex: 1 1 140px; background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 12px 16px; }
+.figures div { flex: 1 1 140px; background: var(--card); border: 1px solid var(--line);
+  border-radius: 10px; padding: 12px 16px; }
 .figures dt { color: var(--soft); font-size: 13px; } .figures dd { margin: 0; font-size: 23px; font-weight: 600; }
 .figures small { display: block; color: var(--soft); font-size: 12px; font-weight: 400; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }

@@ -2,61 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from autopar.errors import InputError
 from autopar.runtime.module import ParallelModule
 
-Build = Callable[[Mapping[str, Any] | tuple[Any, ...]], ParallelModule]
+Build = Callable[[tuple[Any, ...], dict[str, Any]], ParallelModule]
+
+
+class TooEarlyError(InputError, AttributeError):
+    """Something of a compiled module was asked for before there is one."""
 
 
 class DeferredModule(nn.Module):
-    """Stands for the compiled module until it is called. Asking for parameters before that is an error that says so."""
+    """Stands for the compiled module until it is called, and becomes it then (as torch's lazy modules do).
 
-    def __init__(self, build: Build) -> None:
+    Asking for parameters before that is an error that says so: an optimizer would silently get none.
+    """
+
+    def __init__(self, build: Build, *, training: bool = True) -> None:
         super().__init__()
         self._build = build
-        self._built: list[ParallelModule] = []
+        self.training = training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compiles with these inputs at the first call; then as `ParallelModule.forward`."""
-        if not self._built:
-            if args and kwargs:
-                raise InputError(
-                    "the first call of a module compiled without example_inputs: give all arguments by name"
-                )
-            self._built.append(self._build(kwargs or args))
-        return self._built[0](*args, **kwargs)
+        """Compiles with these inputs and becomes the compiled module."""
+        with torch.inference_mode(False):
+            built = self._build(args, kwargs)
+        if built.training != self.training:
+            built.train(self.training)
+        for key, hooks in self.__dict__.items():
+            if key.endswith("_hooks") or "_hooks_" in key:
+                built.__dict__[key].update(hooks)
+        built.become(self)
+        return self.forward(*args, **kwargs)
 
-    @property
-    def compiled(self) -> ParallelModule:
-        """The compiled module. InputError before the first call."""
-        if not self._built:
-            raise InputError(
-                "this module has no parameters yet: it is compiled at its first call, since compile() got no "
-                "example_inputs. Pass example_inputs=batch to compile(), or call the module once first"
-            )
-        return self._built[0]
+    def _early(self, *_: Any, **__: Any) -> NoReturn:
+        raise TooEarlyError(
+            "this module has no parameters yet: it is compiled at its first call, since compile() got no "
+            "example_inputs. Pass example_inputs=batch to compile(), or call the module once first"
+        )
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of the compiled module."""
-        return self.compiled.named_parameters(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Of the compiled module."""
-        return self.compiled.state_dict(*args, **kwargs)
-
-    def train(self, mode: bool = True) -> DeferredModule:
-        """Of the compiled module, once there is one."""
-        super().train(mode)
-        for built in self.__dict__.get("_built", []):
-            built.train(mode)
-        return self
+    parameters = named_parameters = buffers = named_buffers = modules = named_modules = _early  # type: ignore[assignment]
+    state_dict = load_state_dict = _apply = __deepcopy__ = __reduce_ex__ = _early  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("plan", "source", "full_state_dict", "load_full_state_dict", "communicator"):
-            return getattr(self.compiled, name)
+        if hasattr(ParallelModule, name):
+            self._early()
         return super().__getattr__(name)

@@ -37,6 +37,7 @@ class Executable:
         self.outputs: Mapping[str, str] = module.OUTPUTS
         self.tangents: Mapping[str, str] = module.TANGENTS
         self.updates: tuple[str, ...] = module.UPDATES
+        self.differentiated: tuple[str, ...] = module.__dict__.get("DIFFERENTIATED", ())
 
     def forward(
         self, rt: Communicator, parameters: list[Any], buffers: list[Any], constants: list[Any], inputs: list[Any]
@@ -54,7 +55,7 @@ class Executable:
         self, rt: Communicator, parameters: list[Any], buffers: list[Any], constants: list[Any], saved: list[Any],
         tangents: list[Any],
     ) -> list[Any]:  # fmt: skip
-        """Gradients of the parameters, None where none. Empties `saved`."""
+        """Gradients of the parameters, then of the inputs in `differentiated`, None where none. Empties `saved`."""
         try:
             found: list[Any] = self._backward(rt, parameters, buffers, constants, saved, tangents)
         except UserError:

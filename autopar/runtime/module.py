@@ -1,25 +1,41 @@
 """The compiled model: an nn.Module with the model's own parameters' names, call and return type.
 
-Its forward runs the emitted forward as one autograd function, whose backward runs the emitted backward.
+Its forward runs the emitted forward as one autograd function, whose backward runs the emitted backward. A module holds
+one program for each kind of call that it has seen (`Wanted`); parameters are stored alike in all of them.
 """
 
 from __future__ import annotations
 
+import copy
+import time
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import InputError, PlanError
+from autopar.errors import InputError, PlanError, UserError
 from autopar.ir.graph import CapturedGraph, InputKind, OutputKind, TensorMeta
 from autopar.ir.layout import Layout, parse_layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Source
+from autopar.runtime.calls import (
+    Planned,
+    Request,
+    Wanted,
+    autocast_now,
+    captured_leaves,
+    leaves_of,
+    modes_of,
+    unfrozen,
+)
 from autopar.runtime.certificate import Arguments, certified
 from autopar.runtime.certificate.recorder import Notes, Recorder
 from autopar.runtime.comm import Communicator
@@ -30,14 +46,18 @@ from autopar.runtime.torch_private import keeps_graph
 
 Compiled = tuple[CapturedGraph, Plan, Source]
 
+PROGRAMS_KEPT = 16
+"""Programs that a module holds; the one that was not called for longest goes first."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Program:
-    """One captured mode (training or not) ready to run."""
+    """One captured graph ready to run, for calls of one kind."""
 
+    planned: Planned
     captured: CapturedGraph
     executable: Executable
-    inputs: dict[str, Layout]
+    inputs: dict[str, tuple[Layout, torch.dtype]]
     outputs: tuple[Layout, ...]
     output_shapes: tuple[tuple[int, ...], ...]
     tangents: tuple[tuple[int, Layout], ...]
@@ -53,8 +73,8 @@ class ParallelModule(nn.Module):
         model: gives the weights (real tensors, or meta: then load them before the first call).
         rt: this rank's communicator. With process groups, parameters are DTensors; with one device, or threads, plain
             tensors.
-        recompile: called with the mode (True: training) when the module is called in another mode than the captured
-            one; gives what to run there, with parameters stored alike. Without it that is an InputError.
+        recompile: called when the module is called otherwise than captured (mode, shapes, plain values, ...); gives
+            what to run there, with parameters stored alike. Without it such a call is an InputError.
     """
 
     def __init__(
@@ -65,7 +85,7 @@ class ParallelModule(nn.Module):
         model: nn.Module,
         rt: Communicator,
         *,
-        recompile: Callable[[bool], Compiled] | None = None,
+        recompile: Callable[[Request], Compiled] | None = None,
     ) -> None:
         super().__init__()
         stored = storage_layouts({name: p.layout for name, p in plan.parameters.items()}, rt.mesh)
@@ -74,18 +94,31 @@ class ParallelModule(nn.Module):
         dtypes |= {n: b.meta.dtype for b in captured.buffers for n in (b.name, *b.aliases)}
         self._autopar = _State(captured, plan, rt, recompile)
         self._autopar.weights = Weights(self, model, layouts, dtypes, rt)
-        self._autopar.add(captured, source)
-        self.training = captured.training
+        self.training = model.training
+        if self.training != captured.training:
+            self.train(captured.training)
+        self._autopar.modules = dict(self.named_modules())
+        self._autopar.add_first(source)
 
     @property
     def plan(self) -> Plan:
-        """The plan that this module follows."""
+        """The plan that this module was compiled with; it fixes how parameters are stored."""
         return self._autopar.plan
 
     @property
+    def plans(self) -> tuple[Planned, ...]:
+        """Every program at hand: for which calls, its plan, and the time that planning again took."""
+        return tuple(p.planned for p in self._autopar.programs.values())
+
+    @property
+    def replans(self) -> int:
+        """How often a call made this module capture and plan again."""
+        return self._autopar.replans
+
+    @property
     def source(self) -> str:
-        """The emitted Python."""
-        return self._autopar.program(self._autopar.captured.training).executable.source.text
+        """The emitted Python of `plan`."""
+        return self._autopar.source.text
 
     @property
     def communicator(self) -> Communicator:
@@ -101,21 +134,18 @@ class ParallelModule(nn.Module):
         """The model's own return value. Arguments: the global batch, plain and equal on all ranks, or DTensors."""
         state = self._autopar
         state.weights.require_loaded()
-        program = state.program(self.training)
-        inputs = local_inputs(program.captured, program.inputs, args, kwargs, state.rt)
+        program, given = state.program_for(args, kwargs)
+        inputs = [_place(given[path], dtype, layout, state.rt) for path, (layout, dtype) in program.inputs.items()]
         names = list(program.executable.parameters)
         parameters = [state.weights.parameters[state.weights.first[n]] for n in names]
-        outputs = _Run.apply(state, program, inputs, *parameters)  # type: ignore[no-untyped-call]
-        losses = any(
-            d and not s for d, s in zip(program.captured.signature.differentiable, program.output_shapes, strict=True)
-        )
+        sources = [given[path] for path in program.executable.differentiated]
+        outputs = _Run.apply(state, program, inputs, torch.is_grad_enabled(), *parameters, *sources)  # type: ignore[no-untyped-call]
+        signature = program.captured.signature
         found = [
-            _outward(out, shape, layout, differentiable, losses, state.rt)
-            for out, shape, layout, differentiable in zip(
-                outputs, program.output_shapes, program.outputs, program.captured.signature.differentiable, strict=True
-            )
+            _outward(out, shape, layout, state.rt)
+            for out, shape, layout in zip(outputs, program.output_shapes, program.outputs, strict=True)
         ]
-        return program.captured.signature.rebuild(found)
+        return signature.rebuild(found)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state as plain tensors on every rank; loads strictly into the plain model. Collective."""
@@ -129,23 +159,102 @@ class ParallelModule(nn.Module):
         """Take this rank's pieces from safetensors files, reading only what it needs."""
         self._autopar.weights.load_safetensors(paths, strict=strict)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """A state dict of a compiled module (pieces), or of the plain model (whole tensors), each key as it comes."""
+        if assign:
+            raise UserError("load_state_dict(assign=True): a compiled module keeps its own pieces; leave assign out")
+        return self._autopar.weights.load_state_dict(state_dict, strict=strict)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
+        """What `.to()`, `.half()`, `.cuda()` and the like do to every tensor: nothing, or an error if it were a change.
+
+        Dtypes and devices are part of the program.
+        """
+        tensors = (*self._autopar.weights.parameters.values(), *self._autopar.weights.buffers.values())
+        for dtype, device in {(t.dtype, t.device) for t in map(unwrap, tensors)}:
+            made = fn(torch.empty(0, dtype=dtype, device=device))
+            if made.dtype != dtype:
+                raise UserError(
+                    f"a compiled module keeps its dtypes ({dtype} would become {made.dtype}): convert the plain model "
+                    "before compile, or compile with Options(precision='bf16' or 'fp64')"
+                )
+            if made.device != device:
+                raise UserError(
+                    f"a compiled module keeps its device ({device}, asked for {made.device}): each rank's device is "
+                    "decided where ranks are started; leave the call out"
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A module with weights of its own that runs the same programs (an average of the weights, for example)."""
+        new = ParallelModule.__new__(ParallelModule)
+        nn.Module.__init__(new)
+        memo[id(self)] = new
+        for key, value in self.__dict__.items():
+            if key != "_autopar":
+                new.__dict__[key] = copy.deepcopy(value, memo)
+        new._autopar = self._autopar.copied(new)
+        return new
+
+    def become(self, other: nn.Module) -> None:
+        """Make `other` this module: the same object to whoever holds it. This one is not to be used any more."""
+        state = self._autopar
+        other.__dict__ = self.__dict__
+        other.__class__ = ParallelModule
+        state.weights.root = state.modules[""] = other
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UserError(
+            "a compiled module cannot be pickled (it holds this rank's process groups): save module.state_dict(), or "
+            "module.full_state_dict() for the plain model, and compile again"
+        )
+
 
 class _State:
-    """What a ParallelModule knows besides its parameters, under one attribute so that no submodule's name is taken."""
+    """What a ParallelModule knows besides its parameters, under one attribute so that no submodule's name is taken.
+
+    Attributes:
+        captured, plan, source: what the module was compiled with.
+        modules: the tree's modules by path.
+        programs: the programs at hand, the one called last at the end.
+        replans: how many were made after the first.
+    """
 
     weights: Weights
+    modules: dict[str, nn.Module]
+    source: Source
 
     def __init__(
-        self, captured: CapturedGraph, plan: Plan, rt: Communicator, recompile: Callable[[bool], Compiled] | None
+        self, captured: CapturedGraph, plan: Plan, rt: Communicator, recompile: Callable[[Request], Compiled] | None
     ) -> None:
         self.captured = captured
         self.plan = plan
         self.rt = rt
+        self.replans = 0
+        self.programs: OrderedDict[Wanted, _Program] = OrderedDict()
         self._recompile = recompile
-        self._programs: dict[bool, _Program] = {}
+        self._trains = {p.name: p.requires_grad for p in captured.parameters}
 
-    def add(self, captured: CapturedGraph, source: Source) -> None:
-        """Make a captured mode ready to run.
+    def copied(self, root: nn.Module) -> _State:
+        """The same for a copy of the module: other weights, and a table of programs that grows on its own."""
+        new = copy.copy(self)
+        new.weights = self.weights.of_copy(root)
+        new.modules = dict(root.named_modules())
+        new.programs = OrderedDict(self.programs)
+        return new
+
+    def add_first(self, source: Source) -> None:
+        """The program that the module was compiled with."""
+        self.source = source
+        wanted = Wanted(
+            modes=modes_of(tuple(self.modules.values())),
+            leaves=captured_leaves(self.captured),
+            autocast=autocast_now(self.rt.device),
+        )
+        self.programs[wanted] = self._ready(self.captured, source, Planned(wanted=wanted, plan=self.plan, seconds=0.0))
+
+    def _ready(self, captured: CapturedGraph, source: Source, planned: Planned) -> _Program:
+        """Make a captured graph ready to run.
 
         Raises:
             PlanError: it is not for this mesh.
@@ -162,11 +271,15 @@ class _State:
         outs = [o for o in captured.top.outputs if o.kind is OutputKind.OUTPUT]
         tangents = {i.target: i for i in captured.top.inputs if i.kind is InputKind.TANGENT}
         position = {o.target: p for p, o in enumerate(outs)}
+        dtypes = {
+            i.target: getattr(torch, i.value.meta.dtype) for i in captured.top.inputs if i.kind is InputKind.INPUT
+        }
         copies: dict[str, Any] = {}
-        self._programs[captured.training] = _Program(
+        return _Program(
+            planned=planned,
             captured=captured,
             executable=executable,
-            inputs={name: parse_layout(text, mesh) for name, text in executable.inputs.items()},
+            inputs={name: (parse_layout(text, mesh), dtypes[name]) for name, text in executable.inputs.items()},
             outputs=tuple(parse_layout(text, mesh) for text in executable.outputs.values()),
             output_shapes=tuple(values[o.value].meta.shape for o in outs if o.value is not None),
             tangents=tuple((position[t], parse_layout(executable.tangents[t], mesh)) for t in tangents),
@@ -179,26 +292,66 @@ class _State:
         layout = parse_layout(text, self.rt.mesh)
         return cut_here(whole.to(self.rt.device), layout, self.rt)
 
-    def program(self, training: bool) -> _Program:
-        """What runs in this mode; compiled now if there is a way to."""
-        found = self._programs.get(training)
+    def program_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Program, dict[str, Any]]:
+        """(what runs this call, made now if there is a way to; the call's arguments by path).
+
+        Raises:
+            InputError: the call differs from the captured one and there is no way to plan again; says how it differs.
+        """
+        signature = self.captured.signature
+        if signature.read is None:
+            leaves = signature.flatten(args, kwargs)
+            given = {leaf.path: x for leaf, x in zip(signature.inputs, leaves, strict=True)}
+        else:
+            given = signature.read(args, kwargs)
+        as_captured = signature.as_captured or (lambda dtype: dtype)
+        wanted = Wanted(
+            modes=modes_of(tuple(self.modules.values())),
+            leaves=leaves_of(given, as_captured),
+            unfrozen=unfrozen(self.weights.parameters, self._trains),
+            autocast=autocast_now(self.rt.device),
+        )
+        found = self.programs.get(wanted)
         if found is None:
-            modes = {True: "training", False: "evaluation"}
-            if self._recompile is None:
-                raise InputError(
-                    f"the module is in {modes[training]} mode, its plan was captured in {modes[not training]} mode: "
-                    f"call .{'eval' if training else 'train'}() or compile the model in {modes[training]} mode too"
-                )
-            captured, plan, source = self._recompile(training)
-            if {n: p.layout for n, p in plan.parameters.items()} != {
-                n: p.layout for n, p in self.plan.parameters.items()
-            }:
-                raise PlanError(
-                    f"the plan for {modes[training]} mode stores parameters otherwise than this module does"
-                )
-            self.add(captured, source)
-            found = self._programs[training]
+            found = self._planned_again(wanted, args, kwargs)
+        self.programs.move_to_end(wanted)
+        return found, given
+
+    def _planned_again(self, wanted: Wanted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
+        if self._recompile is None:
+            self._refuse(wanted, args, kwargs)
+        start = time.perf_counter()
+        modes = {path: m.training for path, m in self.modules.items()}
+        with torch.inference_mode(False):
+            captured, plan, source = self._recompile(Request(wanted=wanted, modes=modes, args=args, kwargs=kwargs))
+            stored = {n: p.layout for n, p in plan.parameters.items()}
+            if stored != {n: p.layout for n, p in self.plan.parameters.items()}:
+                raise PlanError(f"the plan for {wanted} stores parameters otherwise than this module does")
+            planned = Planned(wanted=wanted, plan=plan, seconds=time.perf_counter() - start)
+            found = self.programs[wanted] = self._ready(captured, source, planned)
+        self.replans += 1
+        if len(self.programs) > PROGRAMS_KEPT:
+            gone, _ = self.programs.popitem(last=False)
+            warnings.warn(
+                f"more than {PROGRAMS_KEPT} kinds of calls: the program for ({gone}) is dropped and will be planned "
+                "again when it is called for; pad inputs to fewer shapes",
+                stacklevel=4,
+            )
         return found
+
+    def _refuse(self, wanted: Wanted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        """InputError that says what differs from the captured call."""
+        known = next(reversed(self.programs))
+        if wanted.modes != known.modes:
+            raise InputError(
+                f"the module is in {wanted.mode} mode, its plan was captured in {known.mode} mode: call "
+                f".{'train' if known.modes[0] else 'eval'}(), or pass compile() the cluster, so that it can plan again"
+            )
+        self.captured.signature.flatten(args, kwargs)
+        raise InputError(
+            f"the module is called otherwise than it was captured: ({wanted}), captured ({known}): pass compile() "
+            "the cluster, so that it can plan again"
+        )
 
     def buffers(self, executable: Executable) -> list[Tensor]:
         """Local buffers for one call. Those that the call updates are copies: the backward may read the old values."""
@@ -242,53 +395,126 @@ def _arguments(captured: CapturedGraph, executable: Executable, mesh: Mesh, rank
 
 
 class _Run(torch.autograd.Function):
-    """The emitted forward and backward as one step of autograd. Saved tensors are freed as the backward goes."""
+    """The emitted forward and backward as one step of autograd. Saved tensors are freed as the backward goes.
+
+    `tensors`: the parameters, then the inputs whose gradients the program gives. `records`: a backward may follow.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, state: _State, program: _Program, inputs: list[Tensor], *parameters: Tensor
+        ctx: Any, state: _State, program: _Program, inputs: list[Tensor], records: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
+        executable = program.executable
+        parameters = tensors[: len(executable.parameters)]
         local = [unwrap(p) for p in parameters]
-        buffers = state.buffers(program.executable)
+        buffers = state.buffers(executable)
         state.rt.step += 1
         state.rt.regions = program.regions
-        outputs, updates, saved = program.executable.forward(state.rt, local, buffers, program.constants, inputs)
-        state.update(program.executable, updates)
-        ctx.held = (state, program, local, buffers, parameters)
-        ctx.saved = saved
+        with _no_autocast(state.rt):
+            outputs, updates, saved = executable.forward(state.rt, local, buffers, program.constants, inputs)
+        state.update(executable, updates)
+        if records:
+            ctx.held = (state, program, local, buffers, tensors)
+            ctx.saved = saved
+            ctx.versions = _versions(local, buffers)
+        ctx.set_materialize_grads(False)
         given = {id(x) for x in (*inputs, *local, *buffers, *program.constants)}
         outputs = [o.view_as(o) if id(o) in given else o for o in outputs]
-        differentiable = {p for p, _ in program.tangents}
-        ctx.mark_non_differentiable(*(o for p, o in enumerate(outputs) if p not in differentiable))
+        signature = program.captured.signature
+        known = {p for p, _ in program.tangents} | {p for p, yes in enumerate(signature.detached) if yes}
+        ctx.mark_non_differentiable(*(o for p, o in enumerate(outputs) if p not in known))
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise InputError(
                 "backward with create_graph=True: the compiled backward cannot be differentiated once more. Compute "
                 "the gradient penalty inside the model's forward, with torch.autograd.grad(..., create_graph=True)"
             )
-        state, program, local, buffers, parameters = ctx.held
+        state, program, local, buffers, tensors = ctx.held
+        executable = program.executable
+        _refuse_detached(program, gradients)
         if ctx.saved is None:
             raise InputError(
                 "backward a second time through the same call: its saved tensors are freed. Call the module again, or "
                 "use retain_graph=True in the first backward"
             )
+        _refuse_changed(executable, local, buffers, ctx.versions)
         saved = _copy(ctx.saved) if keeps_graph() else ctx.saved
         if saved is ctx.saved:
             ctx.saved = None
-        tangents = [cut_here(gradients[p].contiguous(), layout, state.rt) for p, layout in program.tangents]
+        tangents = [
+            cut_here(_tangent(gradients[p], program, p, state.rt), layout, state.rt) for p, layout in program.tangents
+        ]
         state.rt.regions, state.rt.ungiven = program.regions, set()
-        found = program.executable.backward(state.rt, local, buffers, program.constants, saved, tangents)
+        with _no_autocast(state.rt):
+            found = executable.backward(state.rt, local, buffers, program.constants, saved, tangents)
         none = {name for name, sources in program.sources.items() if sources <= state.rt.ungiven}
         layouts, first = state.weights.layouts, state.weights.first
+        count = len(executable.parameters)
         wrapped = [
             None if g is None or not p.requires_grad or name in none
             else wrap(g.contiguous(), tuple(p.shape), layouts[first[name]], state.rt)
-            for name, p, g in zip(program.executable.parameters, parameters, found, strict=True)
+            for name, p, g in zip(executable.parameters, tensors[:count], found[:count], strict=True)
         ]  # fmt: skip
-        return (None, None, None, *wrapped)
+        of_inputs = [_like_given(g, x) for g, x in zip(found[count:], tensors[count:], strict=True)]
+        return (None, None, None, None, *wrapped, *of_inputs)
+
+
+def _no_autocast(rt: Communicator) -> Any:
+    """Casts are in the program already: none may be added while it runs."""
+    on = torch.is_autocast_enabled(rt.device.type)
+    return torch.autocast(rt.device.type, enabled=False) if on else nullcontext()
+
+
+def _versions(local: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[int]:
+    return [0 if x.is_inference() else x._version for x in (*local, *buffers)]
+
+
+def _refuse_changed(
+    executable: Executable, local: Sequence[Tensor], buffers: Sequence[Tensor], before: list[int]
+) -> None:
+    """InputError, as autograd's own, if a weight was changed between a forward and its backward."""
+    names = (*executable.parameters, *executable.buffers)
+    for name, was, now in zip(names, before, _versions(local, buffers), strict=True):
+        if was != now:
+            raise InputError(
+                f"{name} was changed in place between this call and its backward (by an optimizer step, for example), "
+                "and the gradients would be those of the new value: call backward() first, or call the module again"
+            )
+
+
+def _refuse_detached(program: _Program, gradients: Sequence[Tensor | None]) -> None:
+    """InputError if the loss depends on an output that the program has no backward of."""
+    signature = program.captured.signature
+    for path, detached, gradient in zip(
+        signature.outputs, signature.detached or (False,) * len(gradients), gradients, strict=True
+    ):
+        if detached and gradient is not None:
+            raise InputError(
+                f"the backward goes through output {path!r}, and this module gives gradients of the model's scalar "
+                "losses only: compile with Options(differentiable='all')"
+            )
+
+
+def _tangent(gradient: Tensor | None, program: _Program, output: int, rt: Communicator) -> Tensor:
+    """The gradient of an output, whole; zeros where the loss does not depend on it."""
+    if gradient is not None:
+        return gradient.contiguous()
+    outs = [o for o in program.captured.top.outputs if o.kind is OutputKind.OUTPUT]
+    meta = program.captured.top.values()[outs[output].value or ""].meta
+    return torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype), device=rt.device)
+
+
+def _like_given(gradient: Tensor | None, given: Tensor) -> Tensor | None:
+    """The gradient of an input, whole, as the caller's tensor is laid out."""
+    if gradient is None or not given.requires_grad:
+        return None
+    if isinstance(given, DTensor):
+        whole = DTensor.from_local(gradient, given.device_mesh, run_check=False)
+        return whole.redistribute(placements=given.placements).to(given.dtype)
+    return gradient.to(given.device, given.dtype)
 
 
 def _copy(saved: list[Any]) -> list[Any]:
@@ -305,35 +531,16 @@ def cut_here(whole: Tensor, layout: Layout, rt: Communicator) -> Tensor:
     return whole.contiguous()
 
 
-def local_inputs(
-    captured: CapturedGraph,
-    layouts: Mapping[str, Layout],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    rt: Communicator,
-) -> list[Tensor]:
-    """This rank's pieces of a call's arguments, in the order of the graph's inputs.
-
-    Raises:
-        InputError: an argument has another shape, dtype or value than the captured call; names it.
-    """
-    leaves = captured.signature.flatten(args, kwargs)
-    by_path = {leaf.path: given for leaf, given in zip(captured.signature.inputs, leaves, strict=True)}
-    return [_place(by_path[path], layout, rt) for path, layout in layouts.items()]
-
-
-def _place(given: Tensor, layout: Layout, rt: Communicator) -> Tensor:
+def _place(given: Tensor, dtype: torch.dtype, layout: Layout, rt: Communicator) -> Tensor:
+    """This rank's piece of an argument."""
+    given = given.detach().to(dtype)
     if isinstance(given, DTensor):
         wanted = placements(layout)
         laid = given if tuple(given.placements) == wanted else given.redistribute(placements=wanted)
-        return laid.to_local().detach().contiguous()
-    return cut_here(given.detach().to(rt.device), layout, rt)
+        return laid.to_local().contiguous()
+    return cut_here(given.to(rt.device), layout, rt)
 
 
-def _outward(
-    out: Tensor, shape: tuple[int, ...], layout: Layout, differentiable: bool, losses: bool, rt: Communicator
-) -> Tensor:
+def _outward(out: Tensor, shape: tuple[int, ...], layout: Layout, rt: Communicator) -> Tensor:
     """As the user gets it: a plain tensor where it is whole on every rank, else a DTensor in its layout."""
-    if layout.replicated or (differentiable and not losses):
-        return out
-    return wrap(out, shape, layout, rt)
+    return out if layout.replicated else wrap(out, shape, layout, rt)

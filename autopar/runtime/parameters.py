@@ -6,6 +6,7 @@ order, and names of tied weights give the same Parameter object.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,37 @@ class Weights:
                 else:
                     full[first] = self.buffers[first].clone()
             found[key] = full[first]
+        return found
+
+    def of_copy(self, root: nn.Module) -> Weights:
+        """The same for a deep copy of the module tree."""
+        new = copy.copy(self)
+        new.root = root
+        new.parameters = {first: root.get_parameter(first) for first in self.parameters}
+        new.buffers = {first: root.get_buffer(first) for first in self.buffers}
+        new.unloaded = set(self.unloaded)
+        return new
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """Tensors in the form that `state_dict()` gives them, or whole: each as it comes."""
+
+        def whole(key: str, value: Any) -> bool:
+            held = self.parameters.get(self.first.get(key, ""))
+            if held is None or isinstance(value, DTensor):
+                return False
+            return isinstance(held, DTensor) or tuple(value.shape) != tuple(held.shape)
+
+        cut = {k: v for k, v in state.items() if not whole(k, v)}
+        self.load_full_state_dict({k: v for k, v in state.items() if k not in cut}, strict=False)
+        found = nn.Module.load_state_dict(self.root, cut, strict=False)
+        missing = [k for k in found.missing_keys if k not in state]
+        if strict and (missing or found.unexpected_keys):
+            raise UserError(
+                f"state does not fit the model: missing {missing[:5] or 'none'}, "
+                f"unexpected {found.unexpected_keys[:5] or 'none'}"
+            )
+        self.unloaded -= {self.first[k] for k in cut if k in self.first}
+        found.missing_keys[:] = missing
         return found
 
     def load_full_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:

@@ -17,18 +17,22 @@ from autopar.sharding.pins import layout_pins
 from autopar.sharding.report import Dropped, note_lost, note_replicated
 from autopar.sharding.roles import TRACED, Roles, plain_values, tensor_parallel
 from autopar.sharding.storage import Storage, choose_storage, find_uses
-from autopar.sharding.traces import Trace, trace_graphs
+from autopar.sharding.traces import Trace, followed_size, trace_graphs
 from autopar.sharding.weights import RulesOf, Weights, find_weights
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What doesn't depend on the mesh: rules, weights, and where batch and sequence are. Kept in the `RuleCache`."""
+    """What doesn't depend on the mesh: rules, weights, and where batch and sequence are. Kept in the `RuleCache`.
+
+    `followed` has the size of the batch (dp) and of the sequence (cp), 0 if there is none.
+    """
 
     rules: Mapping[tuple[str, str], tuple[Rule, ...]]
     weights: Mapping[str, Weights]
     traces: Mapping[str, Mapping[str, Trace]]
     plain: Mapping[str, frozenset[str]]
+    followed: Mapping[str, int]
 
     def rules_of(self, graph: Graph) -> RulesOf:
         """The rules of a graph's nodes."""
@@ -59,7 +63,9 @@ def build_table(
         nodes=nodes,
         inputs={g.name: tables.inputs(g, g is captured.top) for g in captured.graphs},
         storage=storage.layouts,
-        outputs={g.name: tables.outputs(g, g is captured.top) for g in captured.graphs},
+        outputs={
+            g.name: tables.outputs(g, g is captured.top, captured.signature.differentiable) for g in captured.graphs
+        },
         notes=(
             *note_replicated(captured, survey.rules, cache.replicated),
             *storage.notes,
@@ -86,7 +92,8 @@ def survey_model(captured: CapturedGraph, cache: RuleCache) -> Survey:
     traces = {
         axis: trace_graphs(captured, lambda node: by_node[id(node)], dim, weights) for axis, dim in TRACED.items()
     }
-    found = Survey(rules, weights, traces, {g.name: plain_values(g) for g in captured.graphs})
+    followed = {axis: followed_size(captured.top, dim) or 0 for axis, dim in TRACED.items()}
+    found = Survey(rules, weights, traces, {g.name: plain_values(g) for g in captured.graphs}, followed)
     cache.states[key] = found
     return found
 
@@ -103,7 +110,9 @@ def _node_strategies(
     per_axis: list[Mapping[str, tuple[Rule, ...]] | None] = []
     for axis in expander.mesh.axes:
         if axis.name in TRACED:
-            per_axis.append(roles.traces[axis.name].allowed)
+            allowed = roles.traces[axis.name].allowed
+            uncut = survey.followed[axis.name] % axis.size
+            per_axis.append(_or_whole(allowed, graph, rules_of) if uncut else allowed)
         elif axis.name == "tp":
             per_axis.append(tensor_parallel(roles, axis.name, storage, rules_of))
         else:
@@ -117,6 +126,12 @@ def _node_strategies(
             chosen = tuple(rules if allowed is None else allowed[node.name] for allowed in per_axis)
             found[node.name] = _strategies(node, rules, chosen, inputs, outputs, expander, dropped)
     return found
+
+
+def _or_whole(allowed: Mapping[str, tuple[Rule, ...]], graph: Graph, rules_of: RulesOf) -> dict[str, tuple[Rule, ...]]:
+    """With the whole op beside each choice: where the batch can't be cut, nothing is a sum over it either."""
+    whole = {n.name: rules_of(n)[:1] for n in graph.nodes if n.block is None}
+    return {name: tuple(dict.fromkeys((*allowed[name], *whole[name]))) for name in whole}
 
 
 def _strategies(
@@ -191,18 +206,22 @@ class _Ends:
         made = (self.expander.layout(c) for c in itertools.product(*per_axis))
         return tuple(layout for layout in made if divides(layout, meta.shape, self.mesh))
 
-    def outputs(self, graph: Graph, top: bool) -> dict[int, tuple[Layout, ...]]:
-        """Of OUTPUTs and BUFFER_UPDATEs, and of a block's gradients of what isn't a parameter."""
+    def outputs(self, graph: Graph, top: bool, differentiable: tuple[bool, ...]) -> dict[int, tuple[Layout, ...]]:
+        """Of OUTPUTs and BUFFER_UPDATEs, and of gradients of what isn't a parameter.
+
+        Whatever the caller computes a loss from leaves the model whole, and gradients of its inputs too.
+        """
+        whole = (self.expander.layout((R,) * len(self.mesh.axes)),)
         metas = self.survey.weights[graph.name].metas
         parameters = {i.value.name for i in graph.inputs if i.kind is InputKind.PARAMETER}
         makers = {o.name: (n.name, k) for n in graph.nodes for k, o in enumerate(n.outputs) if o is not None}
         found: dict[int, tuple[Layout, ...]] = {}
         for position, result in enumerate(graph.outputs):
-            if result.value is None or (result.kind is OutputKind.GRADIENT and (top or result.target in parameters)):
+            if result.value is None or (result.kind is OutputKind.GRADIENT and result.target in parameters):
                 continue
             meta = metas[result.value]
-            if top and (result.kind is OutputKind.BUFFER_UPDATE or meta.shape == ()):
-                found[position] = (self.expander.layout((R,) * len(self.mesh.axes)),)
+            if top and (result.kind is not OutputKind.OUTPUT or meta.shape == () or differentiable[int(result.target)]):
+                found[position] = whole
             elif not top and result.value in makers and makers[result.value][0] in self.nodes[graph.name]:
                 name, output = makers[result.value]
                 found[position] = _made(self.nodes[graph.name][name], output)

@@ -106,7 +106,12 @@ def _with_regions(rig: Rig, inputs: Inputs, options: Options, name: str, regions
         parameters=_parameter_infos(rig),
         buffers=_buffer_infos(rig),
         signature=call_signature(
-            inputs, [path for path, _ in record.outputs], record.rebuild, outputs.differentiable, rig.precision
+            inputs,
+            [path for path, _ in record.outputs],
+            record.rebuild,
+            outputs.differentiable,
+            outputs.detached,
+            rig.precision,
         ),
         training=rig.module.training,
         constants={**top.constants, **{k: v for b in blocks for k, v in b.constants.items()}},
@@ -127,9 +132,10 @@ def _tidy(graph: Graph) -> Graph:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Which of the result's tensors are differentiated, and notes on those that are not though they could be."""
+    """Which of the result's tensors are differentiated; which are not though they could be, and notes on these."""
 
     differentiable: tuple[bool, ...]
+    detached: tuple[bool, ...]
     notes: Notes
 
 
@@ -148,7 +154,8 @@ def _choose_outputs(record: Record, options: Options) -> Outputs:
         for (path, _), need, pick in zip(record.outputs, needing, picked, strict=True)
         if need and not pick
     )
-    return Outputs(tuple(picked), notes)
+    detached = tuple(need and not pick for need, pick in zip(needing, picked, strict=True))
+    return Outputs(tuple(picked), detached, notes)
 
 
 def _capture_top(

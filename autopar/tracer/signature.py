@@ -52,6 +52,29 @@ def named_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs:
 
 
 @dataclass(frozen=True, slots=True)
+class Read:
+    """(args, kwargs) -> every leaf of a call by its path, defaults included. InputError if the call does not fit."""
+
+    signature: inspect.Signature
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in named_arguments(self.signature, args, kwargs).items():
+            found.update(flatten(value, name)[0])
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class AsCaptured:
+    """The dtype that a tensor has in a capture of this precision."""
+
+    precision: str
+
+    def __call__(self, dtype: torch.dtype) -> torch.dtype:
+        return captured_dtype(dtype, self.precision)
+
+
+@dataclass(frozen=True, slots=True)
 class Flatten:
     """(args, kwargs) -> leaves in the order of `leaves`; tensors and constants are compared with what was captured."""
 
@@ -60,9 +83,7 @@ class Flatten:
     precision: str
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        found: dict[str, Any] = {}
-        for name, value in named_arguments(self.signature, args, kwargs).items():
-            found.update(flatten(value, name)[0])
+        found = Read(self.signature)(args, kwargs)
         known = {leaf.path for leaf in self.leaves}
         extra = [path for path in found if path not in known]
         missing = [leaf.path for leaf in self.leaves if leaf.path not in found]
@@ -207,7 +228,12 @@ def read_outputs(result: Any) -> tuple[list[tuple[str, Tensor]], Rebuild]:
 
 
 def call_signature(
-    inputs: Inputs, paths: Sequence[str], rebuild: Rebuild, differentiable: Sequence[bool], precision: str
+    inputs: Inputs,
+    paths: Sequence[str],
+    rebuild: Rebuild,
+    differentiable: Sequence[bool],
+    detached: Sequence[bool],
+    precision: str,
 ) -> CallSignature:
     """The noun that other rooms use."""
     return CallSignature(
@@ -216,4 +242,7 @@ def call_signature(
         differentiable=tuple(differentiable),
         flatten=Flatten(inputs.signature, inputs.leaves, precision),
         rebuild=rebuild,
+        detached=tuple(detached),
+        read=Read(inputs.signature),
+        as_captured=AsCaptured(precision),
     )
