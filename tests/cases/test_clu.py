@@ -1,4 +1,4 @@
-"""CLU rows of the field cases: odd counts, one device, tiny parameters, descriptions that don't fit what is launched."""
+"""CLU rows of the field cases: odd counts, one device, tiny parameters, descriptions that fit no launch."""
 
 from __future__ import annotations
 
