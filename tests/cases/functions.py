@@ -496,14 +496,15 @@ POINTWISE: dict[str, Made] = {
     "remainder": two(lambda x, y: (x.remainder(1.5), x.fmod(2.0), x * (x // (y.abs() + 1)).detach()), (6, 6), (6,)),
     "clamp": two(lambda x, y: (x.clamp(-1, 1), x.clamp(min=y), x.clamp_max(0.5)), (6, 6), (6,)),
     "comparisons": two(lambda x, y: (x * (x > y), x == y, x.ne(y), (x < y) & (x >= 0), ~(x > 0)), (6, 6), (6,)),
-    "isfinite": one(lambda x: (x * 2, x.isnan(), (x / 0).isinf(), (x / 0).nan_to_num(posinf=1.0, neginf=0.0)), 6, 6),
+    "isfinite": one(lambda x: (x * 2, x.isnan(), (x.detach() / 0).isinf(),
+                              (x.detach() / 0).nan_to_num(posinf=1.0, neginf=0.0)), 6, 6),
     "integers": one(lambda x, t: (x * t, t // 2, t % 3, t << 1, t ^ 3, -t, t.abs(), t.double() / 2), 6, 6,
                     t=ints(6, 6, high=9)),
     "casts": one(lambda x, t: (x.to(torch.float32) * 2, (x > 0).to(torch.int64), x * t.to(x.dtype), x.long()), 6, 6,
                  t=ints(6, high=9)),
     "mixed_types": one(lambda x, t, m: (x + t, t * m, t + 0.5, m.sum(), m + m), 6, 6, t=ints(6, 6, high=9),
                        m=bools(6, 6)),
-    "half": one(lambda x: (x.to(torch.bfloat16).double() * 2, x.half().sum(1).double()), 6, 6),
+    "half": one(lambda x: (x.to(torch.bfloat16).double() * 2, x.half().double() * 3), 6, 6),
     "special": one(
         lambda x: (
             torch.special.i0e(x), torch.lgamma(x.abs() + 1), torch.digamma(x.abs() + 1), torch.erfinv(x.tanh() / 2),
