@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from autopar.ir.graph import Node
+from autopar.ir.graph import ITEM_BYTES, Node
 from autopar.ir.layout import P, R, S
 from autopar.ir.strategy import Rule
 from autopar.ops.entry import (
@@ -75,8 +75,9 @@ def _identity(node: Node, metas: Metas) -> Iterable[Rule]:
 def _to_copy(node: Node, metas: Metas) -> Iterable[Rule]:
     yield from (rule((S(d),), S(d)) for d in range(len(metas[0].shape)))
     out = node.outputs[0]
-    if out is not None and "float" in metas[0].dtype and "float" in out.meta.dtype:
-        yield rule((P,), P)
+    floats = out is not None and "float" in metas[0].dtype and "float" in out.meta.dtype
+    if out is not None and floats and ITEM_BYTES[out.meta.dtype] >= ITEM_BYTES[metas[0].dtype]:
+        yield rule((P,), P)  # a narrower type would round each summand
 
 
 def _permute(node: Node, metas: Metas) -> Iterable[Rule]:

@@ -105,7 +105,8 @@ class _Run:
         """One phase of a graph; `call` is the block's call that it is in."""
         for node in graph.nodes:
             if node.phase is phase:
-                for value, x in zip(node.outputs, self.node(node, env), strict=True):
+                results = self.node(node, env)
+                for value, x in zip(node.outputs, results if node.outputs else (), strict=True):
                     if value is not None:
                         env[value.name] = self.watch(call, value.name, node, x)
 

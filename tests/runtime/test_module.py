@@ -134,7 +134,9 @@ def test_the_models_own_return_type_and_wrong_inputs() -> None:
     model, batch, captured, plan, source = drawn("mlp", mesh(dp=1), 0)
     module = ParallelModule(captured, plan, source, model, alone())
     got, wanted = module(**batch), model(**batch)
-    assert type(got) is tuple and torch.allclose(got[1], wanted[1], atol=1e-5) and not got[1].requires_grad
+    assert type(got) is tuple and torch.allclose(got[1], wanted[1], atol=1e-5)
+    with pytest.raises(InputError, match="goes through output"):
+        got[1].sum().backward()
     with pytest.raises(InputError, match=r"'x' is .*7, 24"):
         module(batch["x"][:7], batch["y"])
     with pytest.raises(InputError, match="missing a required argument: 'y'"):
@@ -199,11 +201,11 @@ def test_modes() -> None:
     assert module(X).requires_grad
     asked = []
 
-    def recompile(training: bool) -> Any:
+    def recompile(request: Any) -> Any:
         import dataclasses
 
-        asked.append(training)
-        captured = dataclasses.replace(chain(), training=training)
+        asked.append(request.wanted.modes[0])
+        captured = dataclasses.replace(chain(), training=request.wanted.modes[0])
         plan = named_plan(captured, "whole", 1)
         return captured, plan, built(captured, plan)
 

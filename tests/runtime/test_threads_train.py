@@ -35,11 +35,11 @@ def test_same_training(name: str, ranks: int, trained: tuple[Chain, dict[str, to
     plan = named_plan(captured, name, ranks)
     report = api.verify_source(captured, plan, built(captured, plan), model, batch, timeout_s=60)
     assert report.ok, str(report)
-    assert len(report.rows) == ranks * (3 + 5 + 5 + 10)
+    assert report.ranks == ranks and len(report.rows) == 3 + 5 + 5 + 10
 
 
 def test_a_wrong_program_is_seen(trained: tuple[Chain, dict[str, torch.Tensor]]) -> None:
-    """A gradient that is not reduced: the report names it, on both ranks."""
+    """A gradient that is not reduced: the report names it."""
     model, batch = trained
     captured = chain()
     plan = named_plan(captured, "dp", 2)
@@ -48,6 +48,6 @@ def test_a_wrong_program_is_seen(trained: tuple[Chain, dict[str, torch.Tensor]])
     assert broken != source.text
     report = api.verify_source(captured, plan, dataclasses.replace(source, text=broken), model, batch, timeout_s=60)
     wrong = {row.name for row in report.rows if not row.ok}
-    assert {f"gradient of layers.0.linear.weight{where}" for where in ("", " on rank 1")} <= wrong
+    assert "gradient of layers.0.linear.weight" in wrong
     assert "gradient of first" not in wrong
-    assert report.first_difference is not None and "of 46 tensors differ" in str(report)
+    assert report.first_difference is not None and "of 23 tensors differ" in str(report)
