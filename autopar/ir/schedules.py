@@ -1,0 +1,124 @@
+"""Pipeline schedules by name: each a pure function from sizes to the order of every stage.
+
+none         one stage; each micro-batch forward, then backward
+gpipe        all forwards, then all backwards
+1f1b         stage i forwards P − 1 − i micro-batches ahead, then one forward, one backward; P − i in flight
+interleaved  1F1B over v chunks a stage, micro-batches in groups of P or more (Narayanan et al., arXiv 2104.04473)
+zb-h1        1F1B whose weight halves wait to fill the drain; in flight as 1F1B's first stage (arXiv 2401.10241)
+zb-h2        the same, and the ramp filled with further forwards: no bubble, twice the activations
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from autopar.ir.schedule import Action, ActionKind, Schedule
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT  # noqa: E741
+
+Order = tuple[Action, ...]
+
+
+def build_schedule(name: str, *, stages: int = 1, micro_batches: int = 1, chunks: int = 1) -> Schedule:
+    """The schedule of this name. Raises ValueError for a name or sizes that it does not have."""
+    if name not in _BUILDERS:
+        raise ValueError(f"schedule {name!r}: wanted one of {', '.join(_BUILDERS)}")
+    if min(stages, micro_batches, chunks) < 1:
+        raise ValueError(
+            f"schedule {name}: {stages} stages, {micro_batches} micro-batches, {chunks} chunks: wanted 1 or more"
+        )
+    if name == "none" and stages > 1:
+        raise ValueError(f"schedule none: {stages} stages: wanted 1, or a pipeline schedule")
+    if name != "interleaved" and chunks > 1:
+        raise ValueError(f"schedule {name}: {chunks} chunks: wanted 1; interleaved takes more")
+    orders = _BUILDERS[name](stages, micro_batches, chunks)
+    return Schedule(name=name, stages=stages, chunks=chunks, micro_batches=micro_batches, orders=tuple(orders))
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Names that `build_schedule` knows."""
+    return tuple(_BUILDERS)
+
+
+def _row(kind: ActionKind, micro_batches: int, chunk: int = 0) -> Order:
+    return tuple(Action(kind, chunk, j) for j in range(micro_batches))
+
+
+def _gpipe(stages: int, micro_batches: int, chunks: int) -> list[Order]:
+    return [_row(F, micro_batches) + _row(B, micro_batches)] * stages
+
+
+def _one_forward_one_backward(stages: int, micro_batches: int, chunks: int) -> list[Order]:
+    forwards, backwards = _row(F, micro_batches), _row(B, micro_batches)
+    return [_alternate(forwards, backwards, stages - 1 - i) for i in range(stages)]
+
+
+def _alternate(forwards: Order, backwards: Order, ahead: int) -> Order:
+    """`ahead` forwards, then one forward and one backward until the forwards are done, then the other backwards."""
+    ahead = min(ahead, len(forwards))
+    left = len(forwards) - ahead
+    pairs = (x for pair in zip(forwards[ahead:], backwards[:left], strict=True) for x in pair)
+    return (*forwards[:ahead], *pairs, *backwards[left:])
+
+
+def _interleaved(stages: int, micro_batches: int, chunks: int) -> list[Order]:
+    """Forwards: of each group of micro-batches, chunk 0, then chunk 1, …; backwards the same from the last chunk.
+
+    A stage is 2(P − 1 − i) + (v − 1)·(first group) forwards ahead. The published order has groups of P and a multiple
+    of P micro-batches; here the groups share what is left over evenly, so that none is smaller than P.
+    """
+    groups = list(_groups(micro_batches, stages))
+    rows = {kind: [_row(kind, micro_batches, c) for c in range(chunks)] for kind in (F, B)}
+    forwards = tuple(a for g in groups for c in range(chunks) for a in rows[F][c][g])
+    backwards = tuple(a for g in groups for c in reversed(range(chunks)) for a in rows[B][c][g])
+    first = groups[0].stop
+    return [_alternate(forwards, backwards, 2 * (stages - 1 - i) + (chunks - 1) * first) for i in range(stages)]
+
+
+def _groups(micro_batches: int, stages: int) -> Iterator[slice]:
+    count = max(1, micro_batches // stages)
+    least, more = divmod(micro_batches, count)
+    at = 0
+    for k in range(count):
+        size = least + (k < more)
+        yield slice(at, at + size)
+        at += size
+
+
+def _zero_bubble(
+    stages: int, micro_batches: int, ahead: Callable[[int], int], late: Callable[[int], int]
+) -> list[Order]:
+    """As 1F1B with `ahead(i)` forwards first; the weight half of a micro-batch runs `late(i)` input halves later.
+
+    So the weight halves that a stage owes when its forwards are done fill its waits for the last input halves.
+    """
+    forwards, inputs, weights = (_row(k, micro_batches) for k in (F, I, W))
+    found = []
+    for i in range(stages):
+        order: list[Action] = []
+        owed = iter(weights)
+        for action in _alternate(forwards, inputs, ahead(i)):
+            order.append(action)
+            if action.kind is I and action.micro_batch >= late(i):
+                order.append(next(owed))
+        found.append((*order, *owed))
+    return found
+
+
+def _zb_h1(stages: int, micro_batches: int, chunks: int) -> list[Order]:
+    return _zero_bubble(stages, micro_batches, lambda i: stages - 1 - i, lambda i: i)
+
+
+def _zb_h2(stages: int, micro_batches: int, chunks: int) -> list[Order]:
+    return _zero_bubble(stages, micro_batches, lambda i: 2 * (stages - 1 - i), lambda i: 2 * i)
+
+
+_BUILDERS: dict[str, Callable[[int, int, int], list[Order]]] = {
+    "none": _one_forward_one_backward,
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "interleaved": _interleaved,
+    "zb-h1": _zb_h1,
+    "zb-h2": _zb_h2,
+}
