@@ -7,6 +7,7 @@ Sends either run beside computation, one after the other on each boundary and di
 (`overlap_sends=False`). A chunk's gradients are synchronised once its last backward has ended, beside the stage's
 other actions or after all of them (`overlap_sync=False`); several chunks' one after the other, and `end` after that,
 on all stages together where the optimizer needs a number from all of them (`joint_end`: the norm of all gradients).
+Late tasks of a chunk's last backward run on like its synchronisation; other actions last until theirs have ended.
 
 The step lasts max over stages of (end - begin): then the same can begin again on every stage. All times are exact
 sums and maxima of what `tasks` finds for each distinct list.
@@ -22,7 +23,7 @@ import numpy as np
 
 from autopar.cost_model.held import stage_memory
 from autopar.cost_model.orders import KINDS, Order, numbered
-from autopar.cost_model.tasks import BUBBLE, EXPOSED, HIDDEN, Overlap, Ran, Runner
+from autopar.cost_model.tasks import BUBBLE, EXPOSED, HIDDEN, Overlap, Ran, Runner, to_the_end
 from autopar.ir.schedule import ActionKind, Schedule
 from autopar.ir.timeline import Span, Timeline
 from autopar.ir.work import StageWork, Tasks
@@ -49,9 +50,10 @@ def simulate(
             in which stages wait for each other for ever.
     """
     orders = numbered(schedule)
-    _check(schedule, orders, works)
+    halves = any(KINDS[slot // schedule.chunks] is I for order in orders for slot in np.unique(order.slots))
+    _check(schedule, halves, works)
     runner = Runner(overlap or Overlap())
-    stages = [_Stage(s, schedule, row, runner) for s, row in enumerate(works)]
+    stages = [_Stage(s, schedule, row, runner, halves) for s, row in enumerate(works)]
     _Pipeline(schedule, orders, stages, overlap_sends).run()
     gradients = [_after_actions(s, overlap_sync) for s in stages]
     common = max(gradients) if joint_end else None
@@ -73,25 +75,29 @@ def simulate(
     )
 
 
-def _check(schedule: Schedule, orders: list[Order], works: Sequence[Sequence[StageWork]]) -> None:
+def _check(schedule: Schedule, halves: bool, works: Sequence[Sequence[StageWork]]) -> None:
     if len(works) != schedule.stages or any(len(row) != schedule.chunks for row in works):
         raise ValueError(
             f"schedule {schedule.name} has {schedule.stages} stages of {schedule.chunks} chunks, the work is for "
             f"{[len(row) for row in works]}"
         )
-    halves = any(KINDS[slot // schedule.chunks] is I for order in orders for slot in np.unique(order.slots))
     if halves and any(w.backward and not (w.backward_input or w.backward_weight) for row in works for w in row):
         raise ValueError(f"schedule {schedule.name} runs the halves of a backward apart: wanted both in every work")
 
 
 @dataclass
 class _Stage:
-    """What happens on one stage. `lists`: what each kind of action runs; `first`, `over`: its begin and end."""
+    """What happens on one stage.
+
+    `halves`: whether the schedule runs the halves of a backward apart. `lists`: what each kind of action runs; `first`,
+    `over`: begin and end of the stage's step.
+    """
 
     number: int
     schedule: Schedule
     work: Sequence[StageWork]
     runner: Runner
+    halves: bool
     lists: dict[str, Ran] = field(default_factory=dict)
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -104,11 +110,11 @@ class _Stage:
     def __post_init__(self) -> None:
         for c, work in enumerate(self.work):
             named = {"F": work.forward, "B": work.backward, "I": work.backward_input, "W": work.backward_weight}
-            last = "W" if work.backward_weight else "B"
+            last = "W" if self.halves else "B"
             for kind, tasks in named.items():
-                self.lists[f"{kind}{c}"] = self.runner.run(tasks)
+                self.lists[f"{kind}{c}"] = to_the_end(self.runner.run(tasks))
             if work.first_forward:
-                self.lists[f"F{c} first"] = self.runner.run(work.first_forward)
+                self.lists[f"F{c} first"] = to_the_end(self.runner.run(work.first_forward))
             if work.last_backward:
                 self.lists[f"{last}{c} last"] = self.runner.run(work.last_backward)
 
@@ -129,13 +135,10 @@ class _Stage:
 
     def do(self, tasks: Tasks, start: float) -> float:
         """Run a list that happens once; when all of it has ended."""
-        ran = self.runner.run(tasks)
+        ran = to_the_end(self.runner.run(tasks))
         self.around += (s.moved(self.number, start) for s in ran.spans)
         self.count_run(ran, 1)
-        self.busy += ran.tail_us
-        for kind, us in ran.tail.items():
-            self.spent[EXPOSED + kind] += us
-        return start + ran.us + ran.tail_us
+        return start + ran.us
 
 
 class _Pipeline:
@@ -158,7 +161,10 @@ class _Pipeline:
 
     def run(self) -> None:
         """Until every order is done. ValueError if none can go on."""
-        free = [max((stage.do(w.begin, 0.0) for w in stage.work), default=0.0) for stage in self.stages]
+        free = [0.0] * len(self.stages)
+        for s, stage in enumerate(self.stages):
+            for work in stage.work:
+                free[s] = stage.do(work.begin, free[s])
         going = [self._actions(stage, order, free) for stage, order in zip(self.stages, self.orders, strict=True)]
         left = sum(len(order.pairs) for order in self.orders)
         while left:

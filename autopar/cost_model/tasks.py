@@ -52,6 +52,15 @@ class Ran:
 NOTHING = Ran(0.0, 0.0, {}, {}, ())
 
 
+def to_the_end(ran: Ran) -> Ran:
+    """The same where what follows waits for late tasks too: they are exposed."""
+    if not ran.tail_us:
+        return ran
+    spent: dict[str, float] = defaultdict(float, ran.spent)
+    _add(spent, {EXPOSED + kind: us for kind, us in ran.tail.items()})
+    return Ran(ran.us + ran.tail_us, 0.0, dict(spent), {}, ran.spans)
+
+
 class Runner:
     """Runs lists; equal lists (the same object) once."""
 
@@ -78,12 +87,10 @@ class Runner:
         ran = NOTHING
         for part, first in parts:
             ran = self.run(part.tasks) if isinstance(part, Section) else _side_by_side(part, first, self._overlap)
+            ran = ran if part is parts[-1][0] else to_the_end(ran)  # what follows a section waits for all before it
             spans += (s.moved(0, at) for s in ran.spans)
             at += ran.us
             _add(spent, ran.spent)
-            if part is not parts[-1][0] and ran.tail_us:  # what stands after a section waits for everything before
-                at += ran.tail_us
-                _add(spent, {EXPOSED + kind: us for kind, us in ran.tail.items()})
         return Ran(at, ran.tail_us, dict(spent), ran.tail, tuple(spans))
 
 

@@ -1,0 +1,71 @@
+"""Every schedule is complete, waits for nothing in vain, and holds what its paper says."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from autopar.cost_model.held import in_flight
+from autopar.ir.schedule import Action, ActionKind, Schedule, check_schedule
+from autopar.ir.schedules import build_schedule, schedule_names
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_every_size_runs(name: str) -> None:
+    chunks = (1, 2, 3) if name == "interleaved" else (1,)
+    stages = (1,) if name == "none" else (1, 2, 3, 4, 5)
+    for p, v, m in itertools.product(stages, chunks, range(1, 14)):
+        check_schedule(build_schedule(name, stages=p, chunks=v, micro_batches=m))
+
+
+def test_1f1b_holds_p_minus_i() -> None:
+    for p, m in ((4, 8), (3, 3), (5, 20)):
+        schedule = build_schedule("1f1b", stages=p, micro_batches=m)
+        assert [in_flight(schedule, i) for i in range(p)] == [p - i for i in range(p)]
+
+
+def test_gpipe_holds_all_and_zero_bubble_what_its_paper_says() -> None:
+    held = {
+        name: max(in_flight(build_schedule(name, stages=4, micro_batches=16), i) for i in range(4))
+        for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")
+    }
+    assert held == {"gpipe": 16, "1f1b": 4, "zb-h1": 4, "zb-h2": 7}  # H2: 2p - 1
+
+
+def test_order_of_1f1b_and_interleaved() -> None:
+    assert " ".join(map(str, build_schedule("1f1b", stages=2, micro_batches=3).orders[0])) == (
+        "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2"
+    )
+    first = build_schedule("interleaved", stages=2, micro_batches=2, chunks=2).orders[0]
+    assert " ".join(map(str, first)) == "F0.0 F0.1 F1.0 F1.1 B1.0 B1.1 B0.0 B0.1"
+
+
+def test_parts_and_places() -> None:
+    loop = build_schedule("interleaved", stages=3, micro_batches=3, chunks=2)
+    assert [loop.place(g) for g in range(6)] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    assert all(loop.part(*loop.place(g)) == g for g in range(6))
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ((Action(F, 0, 0),), "lacks a pass"),
+        ((Action(B, 0, 0), Action(F, 0, 0)), "waits for ever: stage 0 at B0.0"),
+        ((Action(F, 0, 0), Action(F, 0, 0)), "twice"),
+    ],
+)
+def test_the_check_sees(order: tuple[Action, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_schedule(Schedule(name="x", stages=1, chunks=1, micro_batches=1, orders=(order,)))
+
+
+def test_sizes_that_a_schedule_lacks() -> None:
+    with pytest.raises(ValueError, match="wanted one of none, gpipe"):
+        build_schedule("zigzag")
+    with pytest.raises(ValueError, match="none: 2 stages"):
+        build_schedule("none", stages=2)
+    with pytest.raises(ValueError, match="interleaved takes more"):
+        build_schedule("1f1b", stages=2, chunks=2)
