@@ -17,8 +17,12 @@ from torch import Tensor, nn
 from autopar import codegen, questions, sharding, tracer
 from autopar.candidates import Candidate, Task, plan_of, price_mesh, rank, solve_mesh
 from autopar.cost_model.clusters import load_cluster
+from autopar.cost_model.live import ROUND, ROUND_CPU, program_memory
 from autopar.cost_model.local import local_cluster
+from autopar.cost_model.prices import MeshPrices
+from autopar.cost_model.replay import replay
 from autopar.cost_model.search_space import mesh_candidates
+from autopar.cost_model.simulate import simulate
 from autopar.errors import ClusterError, InfeasibleError, InputError, PlanError, UserError
 from autopar.ir import cluster as description
 from autopar.ir import plan as records
@@ -27,7 +31,9 @@ from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.options import Options
 from autopar.ir.plan import decode_plan, mesh_of
 from autopar.ir.program import Source
+from autopar.ir.schedules import build_schedule
 from autopar.ir.solution import Solution, Status
+from autopar.ir.timeline import Timeline
 from autopar.ops.lowering import is_random
 from autopar.present.plan_diff import PlanDiff, diff_plans
 from autopar.present.plan_text import plan_text
@@ -500,6 +506,30 @@ def _check_model(captured: CapturedGraph, plan: records.Plan) -> None:
             f"the plan is for model {plan.model.name} (graph {plan.model.graph_hash}), this one is "
             f"{captured.model_name} (graph {captured.hash}): search again, with the same batch and options"
         )
+
+
+def timeline(plan: records.Plan, model: nn.Module, example_inputs: Mapping[str, Any] | tuple[Any, ...]) -> Timeline:
+    """The predicted step of a plan over time: every op and collective of the emitted program as it is priced.
+
+    Raises PlanError: the plan is for another model, or its file does not describe its cluster.
+    """
+    options = records.options_of(plan)
+    return timeline_captured(capture(model, example_inputs, options=options, model_name=plan.model.name), plan)
+
+
+def timeline_captured(captured: CapturedGraph, plan: records.Plan) -> Timeline:
+    """`timeline` of a model at hand as captured."""
+    _check_model(captured, plan)
+    if plan.cluster.spec is None:
+        raise PlanError(f"the plan's file says of its cluster only the name, {plan.cluster.name}: search again")
+    mesh = mesh_of(plan)
+    program = codegen.lower(captured, plan, mesh)
+    state = records.options_of(plan).optimizer_bytes_per_parameter
+    work = replay(captured, program, plan, MeshPrices(plan.cluster.spec, mesh), state)
+    schedule = build_schedule("none", micro_batches=plan.schedule.micro_batches)
+    found = simulate(schedule, [[work]])
+    rounding = ROUND if plan.cluster.spec.backend == "nccl" else ROUND_CPU
+    return replace(found, memory=(program_memory(captured, program, state, rounding=rounding),))
 
 
 def emit_source(

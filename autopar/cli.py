@@ -150,8 +150,10 @@ def inspect(
     notes: Annotated[bool, Parameter(help="Every note, none folded away.")] = False,
     html: Annotated[Path | None, Parameter(help="Write the plan as one HTML page.")] = None,
     code: Annotated[Path | None, Parameter(help="Write the emitted Python module into this folder.")] = None,
-    trace: Annotated[Path | None, Parameter(help="Not there yet: a trace of the predicted step.")] = None,
-    model: Annotated[str | None, Parameter(help="For --code: the model, if its name isn't in the plan.")] = None,
+    trace: Annotated[Path | None, Parameter(help="Write the predicted step over time, for ui.perfetto.dev.")] = None,
+    model: Annotated[
+        str | None, Parameter(help="For --code, --trace: the model, if its name isn't in the plan.")
+    ] = None,
     seq: Seq = None,
     global_batch: Batch = None,
     json_: Json = False,
@@ -160,16 +162,13 @@ def inspect(
     from autopar.ir.plan import Plan
     from autopar.present import plan_text
 
-    if trace is not None:
-        raise UserError(
-            "--trace: the simulator that draws a step over time is not there yet; --html shows its breakdown"
-        )
     found = Plan.load(plan)
     arguments.check_writable("--html", html)
+    arguments.check_writable("--trace", trace)
     console = Console(highlight=False)
     view: RenderableType
     data: dict[str, object] | None = None
-    if html is not None or code is not None:
+    if html is not None or code is not None or trace is not None:
         written = []
         if html is not None:
             from autopar.present.report import write_report
@@ -178,6 +177,9 @@ def inspect(
             written.append(str(html))
         if code is not None:
             written.append(str(_write_code(found, code, model, seq, global_batch)))
+        if trace is not None:
+            _write_step(found, trace, model, seq, global_batch)
+            written.append(str(trace))
         print(json.dumps({"written": written}, indent=1) if json_ else f"written to {', '.join(written)}")
         return
     if param is not None:
@@ -265,6 +267,16 @@ def _write_code(plan: Plan, folder: Path, model: str | None, seq: int | None, gl
     except OSError as error:
         raise UserError(f"--code {folder}: cannot be written ({error.strerror})") from None
     return path
+
+
+def _write_step(plan: Plan, path: Path, model: str | None, seq: int | None, global_batch: int | None) -> None:
+    with working("inspect") as progress:
+        progress("import torch", 0.0)
+        from autopar import api
+        from autopar.present.trace import write_trace
+
+        source = _planned_model(plan, model, seq, global_batch, "meta")
+        write_trace(api.timeline(plan, source.model, source.example_inputs), path)
 
 
 def _planned_model(

@@ -1,0 +1,150 @@
+"""A lowered program as tasks: what is priced is what is emitted, op by op and collective by collective.
+
+Emitted collectives block: each waits for what stands before it, and what stands after it waits for it. So each list is
+a chain, a block's list is run once for all of its calls (`Section`), and the sum is the plan's predicted step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from autopar import ops
+from autopar.cost_model.build import Prices
+from autopar.cost_model.op_kind import op_kind
+from autopar.errors import PlanError
+from autopar.ir.graph import CapturedGraph, Node, Phase, TensorMeta
+from autopar.ir.layout import Layout, local_shape, parse_layout
+from autopar.ir.plan import Plan
+from autopar.ir.program import CallBlock, Compute, Convert, Free, Function, Program
+from autopar.ir.reshard import Collective
+from autopar.ir.strategy import Strategy
+from autopar.ir.work import COMPUTE, Section, StageWork, Task, Tasks
+
+
+def replay(captured: CapturedGraph, program: Program, plan: Plan, prices: Prices, state_bytes: int) -> StageWork:
+    """The work of a step of one rank. `state_bytes`: that the optimizer keeps for each parameter.
+
+    Raises PlanError where the plan lacks an op of the program.
+    """
+    replayed = _Replay(captured, program, plan, prices)
+    top = captured.top.name
+    return StageWork(
+        forward=replayed.function(program.function(top, Phase.FORWARD)),
+        backward=replayed.function(program.function(top, Phase.BACKWARD)),
+        end=_chain(_updates(captured, program, prices, state_bytes)),
+    )
+
+
+def _updates(captured: CapturedGraph, program: Program, prices: Prices, state_bytes: int) -> Iterator[Task]:
+    """The optimizer's update of each trained parameter."""
+    for parameter in captured.parameters:
+        layout = program.parameters.get(parameter.name)
+        if layout is not None and parameter.requires_grad:
+            piece = TensorMeta(local_shape(parameter.meta.shape, layout, program.mesh), parameter.meta.dtype)
+            us = prices.optimizer_us(piece.numel, piece.dtype, state_bytes)
+            yield Task(name=parameter.name, kind="optimizer", us=us, bytes=piece.nbytes)
+
+
+def _chain(tasks: Iterable[Task | Section]) -> Tasks:
+    """Each task waits for the one before."""
+    found: list[Task | Section] = []
+    for task in tasks:
+        if isinstance(task, Task) and found:
+            task = replace(task, after=(len(found) - 1,))
+        found.append(task)
+    return tuple(found)
+
+
+@dataclass
+class _Replay:
+    """Prices steps. `lists`: of each block's function, by name."""
+
+    captured: CapturedGraph
+    program: Program
+    plan: Plan
+    prices: Prices
+    lists: dict[str, Tasks] = field(default_factory=dict)
+    nodes: dict[str, dict[str, Node]] = field(default_factory=dict)
+
+    def function(self, function: Function) -> Tasks:
+        """The list of one function."""
+        return _chain(self._steps(function))
+
+    def _steps(self, function: Function) -> Iterator[Task | Section]:
+        for step in function.steps:
+            match step:
+                case Compute():
+                    yield from self._compute(function.graph, step)
+                case Convert():
+                    yield from self._convert(function.graph, step)
+                case CallBlock():
+                    yield Section(name=step.place.module_path, tasks=self._block(step))
+                case Free():
+                    pass
+
+    def _block(self, step: CallBlock) -> Tasks:
+        if step.function not in self.lists:
+            self.lists[step.function] = self.function(self.program.function(step.block, step.phase))
+        return self.lists[step.function]
+
+    def _compute(self, graph: str, step: Compute) -> Iterator[Task]:
+        node = self._node(graph, step.place.key)
+        strategy = self._strategy(graph, node)
+        metas = self.program.metas[graph]
+        inputs = tuple(self._piece(metas[ref], layout) for ref, layout in zip(node.refs, strategy.inputs, strict=True))
+        outputs = tuple(
+            None if out is None or layout is None else self._piece(out.meta, layout)
+            for out, layout in zip(node.outputs, strategy.outputs, strict=True)
+        )
+        us, inner_us = self.prices.op_us(node, strategy, inputs, outputs)
+        name = f"{node.module_path} {node.op}".strip()
+        yield Task(
+            name=name, kind=op_kind(node.op), us=us, flops=ops.flops(node, inputs, outputs),
+            bytes=ops.moved_bytes(node, inputs, outputs),
+        )  # fmt: skip
+        if inner_us:
+            parts = ops.inner_collectives(node, strategy, self.program.mesh, inputs, outputs)
+            kind, axis, _ = parts[0]
+            sent = sum(size for _, _, size in parts)
+            yield Task(name=name, kind=kind_of(kind), us=inner_us, stream=f"comm:{axis}", bytes=sent)
+
+    def _convert(self, graph: str, step: Convert) -> Iterator[Task]:
+        """One task for each collective; a slice is a copy."""
+        meta = self.program.metas[graph][step.before.value]
+        for part in step.steps:
+            us = self.prices.reshard_us(meta, part.step.before, part.step.after)
+            sliced = part.step.collective is Collective.SLICE
+            before, after = (self._piece(meta, x).nbytes for x in (part.step.before, part.step.after))
+            yield Task(
+                name=f"{step.place.module_path} {step.before.value} {part.step}".strip(),
+                kind=kind_of(part.step.collective), us=us, stream=COMPUTE if sliced else f"comm:{part.step.axis}",
+                bytes=max(before, after),
+            )  # fmt: skip
+
+    def _piece(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
+        return TensorMeta(local_shape(meta.shape, layout, self.program.mesh), meta.dtype)
+
+    def _node(self, graph: str, key: str) -> Node:
+        if graph not in self.nodes:
+            found = next(g for g in self.captured.graphs if g.name == graph)
+            self.nodes[graph] = {n.key: n for n in found.nodes}
+        return self.nodes[graph][key]
+
+    def _strategy(self, graph: str, node: Node) -> Strategy:
+        text = self.plan.strategies.get(graph, {}).get(node.key)
+        if text is None:
+            raise PlanError(
+                f"plan for {self.plan.model.name}: no strategy for {node.key} of graph {graph}; search again"
+            )
+        mesh = self.program.mesh
+        return Strategy(
+            inputs=tuple(parse_layout(t, mesh) for t in text.inputs),
+            outputs=tuple(parse_layout(t, mesh) if t else None for t in text.outputs),
+            tags=tuple(text.tags),
+        )
+
+
+def kind_of(collective: Collective) -> str:
+    """As timelines call it: "all-reduce", ..., "copy" for a slice."""
+    return "copy" if collective is Collective.SLICE else collective.value.replace("_", "-")
