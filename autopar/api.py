@@ -413,10 +413,10 @@ def compile_on(
         plan = plan_captured(captured, cluster, options=options)
     source = emit_captured(captured, plan)
     rt = ranks(plan, source)
-    rt.seed = options.seed
-    agree_among(rt, source.text, f"compile({captured.model_name}): the program")
+    agree_among(rt, f"{options.seed}|{source.text}", f"compile({captured.model_name}): the program or the seed")
     code = model if captured.regions else skeleton(model)  # regions show their shapes by running
-    return ParallelModule(captured, plan, source, model, rt, recompile=_Replanner(code, rt, cluster, plan, options))
+    again = _Replanner(code, rt, cluster, plan, options)
+    return ParallelModule(captured, plan, source, model, rt, recompile=again, seed=options.seed)
 
 
 _CAPTURING = threading.RLock()

@@ -114,7 +114,7 @@ class _Writer:
             self._unpack_saved()
             if not fn.block:
                 self._line(1, f"gradients = [None] * {len(fn.parameters)}")
-        drawing = any(isinstance(s, Compute) and s.place.key in s.args for s in fn.steps)
+        drawing = tables.draws(fn)
         if drawing:
             path = f"{tables.instances_name(fn.block)}[i]" if fn.block else '""'
             self._line(1, f"rt.instance = {path}", note="names the random draws")

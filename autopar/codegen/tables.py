@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.ir.layout import Layout
-from autopar.ir.program import Program
+from autopar.ir.program import Compute, Function, Program
 
 
 def stem(key: str) -> str:
@@ -29,6 +29,16 @@ def instances_name(key: str) -> str:
     return f"{stem(key)}_INSTANCES"
 
 
+def draws(function: Function) -> bool:
+    """True if a step draws random numbers: it is told its own key."""
+    return any(isinstance(s, Compute) and s.place.key in s.args for s in function.steps)
+
+
+def may_draw(function: Function) -> bool:
+    """True if a step draws random numbers, or runs a region, which may."""
+    return draws(function) or any(isinstance(s, Compute) and s.function == "rt.region" for s in function.steps)
+
+
 def pattern(instances: Sequence[str]) -> str:
     """ "model.layers.*" of "model.layers.0", "model.layers.1"."""
     rows = [name.split(".") for name in instances]
@@ -42,6 +52,8 @@ def head_rows(program: Program) -> Iterable[str]:
     axes = [f'("{a.name}", {a.size})' for a in program.mesh.axes]
     yield ""
     yield f"AXES = ({', '.join(axes)}{',' if len(axes) == 1 else ''})"
+    if any(map(may_draw, program.functions)):
+        yield "DRAWS = True  # each call has a step of its own, from which random ops draw"
     yield from _layouts("INPUTS", program.inputs)
     yield from _layouts("OUTPUTS", program.outputs)
     yield from _layouts("TANGENTS", program.tangents)

@@ -25,7 +25,8 @@ class Options:
         precision: "fp32", "bf16" (bf16 compute, fp32 stored parameters, gradients and optimizer state) or "fp64".
         optimizer_bytes_per_parameter: state that the optimizer keeps (AdamW in fp32: 8).
         micro_batches, allow: refused unless left out; their places for micro-batches, recompute and offload.
-        seed: of the compiled module's random ops.
+        seed: of the compiled module's random ops, the same on every rank; torch.manual_seed doesn't reach them
+            (docs/randomness.md).
         differentiable: "losses" (scalar outputs if there are any, else all) or "all".
         fold_blocks: capture repeated blocks once.
         strict: refuse a model of which a submodule cannot be captured, instead of running it whole (docs/regions.md).
@@ -63,6 +64,8 @@ class Options:
             raise ValueError(f"allow {self.allow}: recompute and offload are not there yet; leave it out")
         if not 0 <= self.gap < 1:
             raise ValueError(f"gap {self.gap}: wanted a part of the step time, 0 or more and below 1")
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed {self.seed!r}: wanted a whole number of 64 bits")
         unknown = set(self.search_space) - set(DEGREE_NAMES)
         if unknown:
             raise ValueError(f"search_space {sorted(unknown)}: wanted names among {sorted(DEGREE_NAMES)}")

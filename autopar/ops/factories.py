@@ -19,7 +19,7 @@ def _free(node: Node, metas: Metas) -> Iterator[Rule]:
     yield from (rule((), S(d)) for d in range(len(out_shape(node))))
 
 
-def _beside(node: Node, metas: Metas) -> Iterator[Rule]:
+def beside(node: Node, metas: Metas) -> Iterator[Rule]:
     """One argument that isn't read: like it where shapes agree, whole beside anything."""
     before, after = metas[0].shape, out_shape(node)
     for d in range(len(before)):
@@ -61,7 +61,7 @@ def _none(node: Node, metas: Metas) -> Iterator[Rule]:
 
 
 _SIZED = OpEntry(rules=_free, local=_sized(0))
-_NEW = OpEntry(rules=_beside, local=_sized(1))
+_NEW = OpEntry(rules=beside, local=_sized(1))
 _ARANGE = OpEntry(rules=_free, local=_local_arange)
 
 
@@ -86,7 +86,7 @@ def _empty_strided(here: LocalContext) -> LocalCall:
     return LocalCall("aten.empty.memory_format", (here.shape,), here.node.kwargs)
 
 
-_LIKE = OpEntry(rules=_beside, local=_local_like)
+_LIKE = OpEntry(rules=beside, local=_local_like)
 
 FACTORIES: Mapping[str, OpEntry] = {
     "aten.zeros.default": _SIZED,
@@ -103,7 +103,7 @@ FACTORIES: Mapping[str, OpEntry] = {
     "aten.new_ones.default": _NEW,
     "aten.new_full.default": _NEW,
     "aten.new_empty.default": _NEW,
-    "aten.new_empty_strided.default": OpEntry(rules=_beside, local=_new_empty_strided),
+    "aten.new_empty_strided.default": OpEntry(rules=beside, local=_new_empty_strided),
     "aten.zeros_like.default": _LIKE,
     "aten.ones_like.default": _LIKE,
     "aten.full_like.default": _LIKE,

@@ -30,7 +30,8 @@ class Communicator(ABC):
 
     Attributes:
         mesh, rank, device.
-        seed, step: what random ops draw from, together with their key and global positions.
+        seed, step: what random ops draw from, together with their key and global positions. The module sets `step` to
+            the number of the call before its forward, and again before its backward.
         instance: module path of the block instance that runs now, "" outside blocks.
         watch: told of every value by a program that `runtime.watch` made talk.
         regions: what runs the regions of the program that runs now, by key.

@@ -38,6 +38,7 @@ class Executable:
         self.tangents: Mapping[str, str] = module.TANGENTS
         self.updates: tuple[str, ...] = module.UPDATES
         self.differentiated: tuple[str, ...] = module.__dict__.get("DIFFERENTIATED", ())
+        self.draws: bool = module.__dict__.get("DRAWS", False)
 
     def forward(
         self, rt: Communicator, parameters: list[Any], buffers: list[Any], constants: list[Any], inputs: list[Any]

@@ -2,24 +2,29 @@
 
 `axes` are the mesh axes that cut the dim in question, slowest first.
 
-Random numbers: element number i (row-major, of the *whole* tensor) of a draw is a hash of i and of (rt.seed, rt.step,
+Random numbers: element number i (row-major, of the *whole* tensor) of a draw is made of i and of (rt.seed, rt.step,
 rt.instance, key). So it doesn't depend on how the tensor is cut: replicas agree, pieces differ, a recomputed op draws
-the same again. The hash is `lowbias32` (C. Wellons, "Prospecting for hash functions") with a second salt; indices
-count modulo 2**32.
+the same again (docs/randomness.md).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.runtime import draw
 from autopar.runtime.comm import Communicator
+from autopar.runtime.philox import Space, Stream, log, space
 
 Axes = tuple[str, ...]
+Shape = tuple[int, ...]
+Cuts = tuple[Axes, ...]
 
 aten = torch.ops.aten
 
@@ -276,89 +281,140 @@ def batch_norm_backward(
 
 
 # Random ops -----------------------------------------------------------------------------------------------------------
-
-_BITS = 24
-
-
-def _salts(rt: Communicator, key: str) -> tuple[int, int]:
-    text = f"{rt.seed}|{rt.step}|{rt.instance}|{key}"
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    first, second = (int.from_bytes(part, "little", signed=True) for part in (digest[:4], digest[4:]))
-    return first, second
+# `key`, `whole`, `axes` name a draw: the node, the whole tensor's shape, and the mesh axes that cut each dim of it.
 
 
-def _integers(
-    rt: Communicator, key: str, shape: tuple[int, ...], axes: tuple[Axes, ...], device: torch.device
-) -> Tensor:
-    """int32 numbers in 0 .. 2**24 - 1, one per element of this rank's piece."""
-    first, second = _salts(rt, key)
-    x = torch.full((1,) * len(shape), 0, dtype=torch.int32, device=device)
-    stride = 1
-    for d in reversed(range(len(shape))):
-        start = rt.index(axes[d]) * shape[d] if axes[d] else 0
-        at = torch.arange(start, start + shape[d], dtype=torch.int64, device=device) * stride
-        x = x + _wrapped(at).view([-1 if i == d else 1 for i in range(len(shape))])
-        stride *= shape[d] * (rt.size(axes[d]) if axes[d] else 1)
-    x = x.bitwise_xor_(first) if x.shape == shape else x.expand(shape).bitwise_xor(first)
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    x *= 0x7FEB352D
-    x ^= second
-    x ^= (x >> 15).bitwise_and_(0x1FFFF)
-    x *= 0x846CA68B - 2**32
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    return x.bitwise_and_(2**_BITS - 1)
+def _span(rt: Communicator, size: int, axes: Axes) -> tuple[int, int]:
+    """(first, how many) of a dim of `size` this rank has."""
+    piece = size // rt.size(axes) if axes else size
+    return (rt.index(axes) * piece if axes else 0), piece
 
 
-def _wrapped(at: Tensor) -> Tensor:
-    """int64 -> int32 modulo 2**32."""
-    return ((at + 2**31) % 2**32 - 2**31).to(torch.int32)
+def _piece(rt: Communicator, whole: Shape, axes: Cuts) -> Space:
+    starts, shape = (
+        zip(*(_span(rt, n, a) for n, a in zip(whole, axes, strict=True)), strict=True) if whole else ((), ())
+    )
+    return space(tuple(whole), starts, shape)  # emitted code has lists
 
 
-def uniform(rt: Communicator, key: str, shape: tuple[int, ...], axes: tuple[Axes, ...], device: torch.device) -> Tensor:
-    """float32 numbers in [0, 1), one per element of this rank's piece."""
-    return _integers(rt, key, shape, axes, device).float().mul_(2.0**-_BITS)
+def _stream(rt: Communicator, key: str) -> Stream:
+    """The stream of an op. A block's ops are keyed as if the block were written out in its place."""
+    path, _, op = key.partition("/")
+    return Stream(_digest(f"{rt.seed}|{'.'.join(p for p in (rt.instance, path) if p)}/{op}"), rt.step % 2**64)
 
 
-def dropout(
-    rt: Communicator, x: Tensor, p: float, key: str, shape: tuple[int, ...], axes: tuple[Axes, ...]
-) -> tuple[Tensor, Tensor]:
+@lru_cache(maxsize=4096)
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _device(rt: Communicator, *given: Any) -> torch.device:
+    return next((x.device for x in given if isinstance(x, Tensor)), rt.device)
+
+
+def dropout(rt: Communicator, x: Tensor, p: float, key: str, whole: Shape, axes: Cuts) -> tuple[Tensor, Tensor]:
     """(x · mask / (1 - p), mask)."""
-    mask = _integers(rt, key, shape, axes, x.device) >= round(p * 2**_BITS)
-    return x * mask * (0.0 if p >= 1 else 1 / (1 - p)), mask
+    return draw.dropout(_stream(rt, key), _piece(rt, whole, axes), x, p)
+
+
+def dropout_backward(rt: Communicator, gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """gradient · mask · scale."""
+    return draw.dropout_backward(gradient, mask, scale)
 
 
 def bernoulli(
-    rt: Communicator, x: Tensor, p: float | None, key: str, shape: tuple[int, ...], axes: tuple[Axes, ...]
+    rt: Communicator, like: Tensor | None, p: Any, key: str, whole: Shape, axes: Cuts, dtype: torch.dtype
 ) -> Tensor:
-    """1 with probability p, or x where p is None; of x's shape and dtype."""
-    return (uniform(rt, key, shape, axes, x.device) < (x if p is None else p)).to(x.dtype)
+    """1 with probability p, a number or a tensor, else 0."""
+    probability = p if isinstance(p, Tensor) else torch.tensor(p, dtype=torch.float64, device=_device(rt, like))
+    return draw.below(_stream(rt, key), _piece(rt, whole, axes), probability).to(dtype)
 
 
-def rand(
-    rt: Communicator, like: Tensor | None, key: str, shape: tuple[int, ...], axes: tuple[Axes, ...], dtype: torch.dtype
+def uniform(
+    rt: Communicator, like: Tensor | None, low: float, high: float, key: str, whole: Shape, axes: Cuts,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Uniform in [low, high)."""
+    if dtype.is_complex:
+        return _complex(lambda k, w, a, d: uniform(rt, like, low, high, k, w, a, d), key, whole, axes, dtype)
+    drawn = draw.uniform(_stream(rt, key), _piece(rt, whole, axes), dtype, _device(rt, like))
+    return drawn if (low, high) == (0.0, 1.0) else drawn * (high - low) + low
+
+
+def normal(
+    rt: Communicator, like: Tensor | None, mean: Any, std: Any, key: str, whole: Shape, axes: Cuts, dtype: torch.dtype
 ) -> Tensor:
-    """Uniform in [0, 1)."""
-    return uniform(rt, key, shape, axes, _device(rt, like)).to(dtype)
+    """Normal with a mean and a spread that are numbers or tensors."""
+    if dtype.is_complex:
+        drawn = _complex(lambda k, w, a, d: normal(rt, like, 0.0, math.sqrt(0.5), k, w, a, d), key, whole, axes, dtype)
+    else:
+        drawn = draw.normal(_stream(rt, key), _piece(rt, whole, axes), dtype, _device(rt, like, mean, std))
+    plain = not isinstance(mean, Tensor) and not isinstance(std, Tensor) and (mean, std) == (0.0, 1.0)
+    return drawn if plain else drawn.mul(std).add(mean)
 
 
-def randn(
-    rt: Communicator, like: Tensor | None, key: str, shape: tuple[int, ...], axes: tuple[Axes, ...], dtype: torch.dtype
+def _complex(parts: Callable[..., Tensor], key: str, whole: Shape, axes: Cuts, dtype: torch.dtype) -> Tensor:
+    """Real and imaginary parts drawn as one more dim of 2."""
+    return torch.view_as_complex(parts(key, (*whole, 2), (*axes, ()), dtype.to_real()))
+
+
+def _open(rt: Communicator, like: Tensor | None, key: str, whole: Shape, axes: Cuts) -> Tensor:
+    return draw.open_uniform(_stream(rt, key), _piece(rt, whole, axes), _device(rt, like))
+
+
+def exponential(
+    rt: Communicator, like: Tensor, rate: float, key: str, whole: Shape, axes: Cuts, dtype: torch.dtype
 ) -> Tensor:
-    """Normal, by Box and Muller."""
-    device = _device(rt, like)
-    radius = (-2.0 * torch.log1p(-uniform(rt, key + "/radius", shape, axes, device))).sqrt()
-    return (radius * torch.cos(2 * math.pi * uniform(rt, key + "/angle", shape, axes, device))).to(dtype)
+    """Exponential, never 0."""
+    return (-log(_open(rt, like, key, whole, axes)) / rate).to(dtype)
+
+
+def geometric(
+    rt: Communicator, like: Tensor, p: float, key: str, whole: Shape, axes: Cuts, dtype: torch.dtype
+) -> Tensor:
+    """Number of trials up to the first success, from 1."""
+    if p >= 1:
+        return torch.ones_like(_open(rt, like, key, whole, axes), dtype=dtype)
+    return (log(_open(rt, like, key, whole, axes)) / math.log1p(-p)).ceil().clamp(min=1).to(dtype)
+
+
+def cauchy(
+    rt: Communicator, like: Tensor, median: float, sigma: float, key: str, whole: Shape, axes: Cuts, dtype: torch.dtype
+) -> Tensor:
+    """Cauchy."""
+    slope: Tensor = ((_open(rt, like, key, whole, axes) - 0.5) * math.pi).tan()
+    return (slope * sigma + median).to(dtype)
+
+
+def log_normal(
+    rt: Communicator, like: Tensor, mean: float, std: float, key: str, whole: Shape, axes: Cuts, dtype: torch.dtype
+) -> Tensor:
+    """exp of a normal number."""
+    return normal(rt, like, mean, std, key, whole, axes, torch.float64).exp().to(dtype)
 
 
 def randint(
-    rt: Communicator, like: Tensor | None, low: int, high: int, key: str, shape: tuple[int, ...],
-    axes: tuple[Axes, ...], dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Integers in low .. high - 1 (ranges above 2**24 are not all reached)."""
-    drawn = _integers(rt, key, shape, axes, _device(rt, like)).to(torch.int64) * (high - low)
-    return drawn.div(2**_BITS, rounding_mode="floor").add(low).to(dtype)
+    rt: Communicator, like: Tensor | None, low: int, high: Any, key: str, whole: Shape, axes: Cuts, dtype: torch.dtype
+) -> Tensor:
+    """Integers in low .. high - 1; `high` may be a tensor of one element. Uneven by at most (high - low) / 2**63."""
+    drawn = draw.integers(_stream(rt, key), _piece(rt, whole, axes), _device(rt, like))
+    return drawn.remainder(high - low).add(low).to(dtype)
 
 
-def _device(rt: Communicator, like: Tensor | None) -> torch.device:
-    device: torch.device = rt.device if like is None else like.device
-    return device
+def rrelu(
+    rt: Communicator, x: Tensor, noise: Tensor, lower: float, upper: float, key: str, whole: Shape, axes: Cuts
+) -> tuple[Tensor, Tensor]:
+    """(x, times a slope drawn from lower .. upper where it is not above 0; the slopes, 1 elsewhere)."""
+    slopes = uniform(rt, x, lower, upper, key, whole, axes, x.dtype)
+    slopes = torch.where(x <= 0, slopes, torch.ones((), dtype=x.dtype, device=x.device))
+    return x * slopes, slopes
+
+
+def seeded(rt: Communicator, op: str, key: str, *args: Any, **kwargs: Any) -> Tensor:
+    """An op that runs whole on every rank, with torch's own generator seeded alike on all."""
+    device = torch.device(kwargs.get("device") or _device(rt, *args))
+    stream = _stream(rt, key)
+    generator = torch.Generator(device).manual_seed(_digest(f"{stream.key}|{stream.step}") >> 1)
+    packet = getattr(aten, op.split(".")[1])
+    found: Tensor = packet(*args, **kwargs, generator=generator)
+    return found

@@ -26,6 +26,7 @@ from autopar.ir.layout import Layout, parse_layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Source
+from autopar.runtime.agree import agree
 from autopar.runtime.calls import (
     Planned,
     Request,
@@ -75,6 +76,7 @@ class ParallelModule(nn.Module):
             tensors.
         recompile: called when the module is called otherwise than captured (mode, shapes, plain values, ...); gives
             what to run there, with parameters stored alike. Without it such a call is an InputError.
+        seed: of the random ops, the same on every rank.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class ParallelModule(nn.Module):
         rt: Communicator,
         *,
         recompile: Callable[[Request], Compiled] | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         stored = storage_layouts({name: p.layout for name, p in plan.parameters.items()}, rt.mesh)
@@ -93,6 +96,7 @@ class ParallelModule(nn.Module):
         dtypes = {n: p.meta.dtype for p in captured.parameters for n in (p.name, *p.aliases)}
         dtypes |= {n: b.meta.dtype for b in captured.buffers for n in (b.name, *b.aliases)}
         self._autopar = _State(captured, plan, rt, recompile)
+        self._autopar.seed = seed
         self._autopar.weights = Weights(self, model, layouts, dtypes, rt)
         self.training = model.training
         if self.training != captured.training:
@@ -146,6 +150,27 @@ class ParallelModule(nn.Module):
             for out, shape, layout in zip(outputs, program.output_shapes, program.outputs, strict=True)
         ]
         return signature.rebuild(found)
+
+    def manual_seed(self, seed: int) -> None:
+        """Draw from another seed, from its start. Collective. `Options.seed` is the first one."""
+        self.set_rng_state({"seed": seed, "step": 0})
+
+    def get_rng_state(self) -> dict[str, int]:
+        """Where the random ops are: the seed, and how many calls have drawn. The same on every rank."""
+        return {"seed": self._autopar.seed, "step": self._autopar.step}
+
+    def set_rng_state(self, state: Mapping[str, int]) -> None:
+        """Go on from a state of `get_rng_state`, of this module or of one compiled otherwise. Collective.
+
+        Raises:
+            InputError: it isn't such a state.
+            PlanError: ranks were given different ones.
+        """
+        wanted = {"seed", "step"}
+        if set(state) != wanted or not all(type(v) is int and -(2**63) <= v < 2**63 for v in state.values()):
+            raise InputError(f"an rng state has whole numbers of 64 bits for 'seed' and 'step'; got {dict(state)}")
+        agree(self._autopar.rt, str(sorted(state.items())), f"rng state {dict(state)}")
+        self._autopar.seed, self._autopar.step = state["seed"], state["step"]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state as plain tensors on every rank; loads strictly into the plain model. Collective."""
@@ -218,6 +243,7 @@ class _State:
         modules: the tree's modules by path.
         programs: the programs at hand, the one called last at the end.
         replans: how many were made after the first.
+        seed, step: where random ops draw from: the next call that draws takes this step.
     """
 
     weights: Weights
@@ -230,6 +256,7 @@ class _State:
         self.captured = captured
         self.plan = plan
         self.rt = rt
+        self.seed = self.step = 0
         self.replans = 0
         self.programs: OrderedDict[Wanted, _Program] = OrderedDict()
         self._recompile = recompile
@@ -408,13 +435,14 @@ class _Run(torch.autograd.Function):
         parameters = tensors[: len(executable.parameters)]
         local = [unwrap(p) for p in parameters]
         buffers = state.buffers(executable)
-        state.rt.step += 1
+        drawn = state.rt.seed, state.rt.step = state.seed, state.step
+        state.step += executable.draws
         state.rt.regions = program.regions
         with _no_autocast(state.rt):
             outputs, updates, saved = executable.forward(state.rt, local, buffers, program.constants, inputs)
         state.update(executable, updates)
         if records:
-            ctx.held = (state, program, local, buffers, tensors)
+            ctx.held = (state, program, local, buffers, tensors, drawn)
             ctx.saved = saved
             ctx.versions = _versions(local, buffers)
         ctx.set_materialize_grads(False)
@@ -432,7 +460,7 @@ class _Run(torch.autograd.Function):
                 "backward with create_graph=True: the compiled backward cannot be differentiated once more. Compute "
                 "the gradient penalty inside the model's forward, with torch.autograd.grad(..., create_graph=True)"
             )
-        state, program, local, buffers, tensors = ctx.held
+        state, program, local, buffers, tensors, drawn = ctx.held
         executable = program.executable
         _refuse_detached(program, gradients)
         if ctx.saved is None:
@@ -448,6 +476,7 @@ class _Run(torch.autograd.Function):
             cut_here(_tangent(gradients[p], program, p, state.rt), layout, state.rt) for p, layout in program.tangents
         ]
         state.rt.regions, state.rt.ungiven = program.regions, set()
+        state.rt.seed, state.rt.step = drawn  # what is drawn again is drawn as in its own call
         with _no_autocast(state.rt):
             found = executable.backward(state.rt, local, buffers, program.constants, saved, tangents)
         none = {name for name, sources in program.sources.items() if sources <= state.rt.ungiven}

@@ -152,6 +152,31 @@ def group_norm(
     return out.reshape(x.shape).to(x.dtype), saved[0].to(x.dtype), saved[1].to(x.dtype)
 
 
+def random_from(x: Tensor, low: int, high: int | None = None) -> Tensor:
+    """random_: integers from `low` up to what the dtype holds (floats: exactly), or below `high`."""
+    if high is None:
+        high = 2**63 - 1
+        if x.dtype is not torch.int64:
+            kind = x.dtype
+            high = round(2 / torch.finfo(kind).eps) if kind.is_floating_point else _largest(kind) + 1
+    found: Tensor = aten.randint_like.low_dtype(x, low, high)
+    return found
+
+
+def _largest(kind: torch.dtype) -> int:
+    return 1 if kind is torch.bool else int(torch.iinfo(kind).max)
+
+
+def random_to(x: Tensor, high: int) -> Tensor:
+    """random_ below `high`."""
+    return random_from(x, 0, high)
+
+
+def random_default(x: Tensor) -> Tensor:
+    """random_ without bounds."""
+    return random_from(x, 0)
+
+
 def _reduced(each: Tensor, reduction: int) -> Tensor:
     if reduction == MEAN:
         return mean(each)
@@ -171,6 +196,9 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten.nll_loss2d_backward.default: nll_backward,
     aten.huber_loss.default: huber_loss,
     aten.native_group_norm.default: group_norm,
+    getattr(aten.random, "from"): random_from,
+    aten.random.to: random_to,
+    aten.random.default: random_default,
 }
 
 TAKEN_FROM_TORCH = (

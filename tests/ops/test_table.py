@@ -106,7 +106,7 @@ def _masks(n: int, dim: int, seed: int = 1, key: str = "k", step: int = 0) -> to
         shape = [12, 18]
         shape[dim] //= n
         axes = tuple(("x",) if d == dim and n > 1 else () for d in range(2))
-        return local_ops.dropout(rt, torch.ones(shape), 0.3, key, tuple(shape), axes)[1]  # type: ignore[arg-type]
+        return local_ops.dropout(rt, torch.ones(shape), 0.3, key, (12, 18), axes)[1]  # type: ignore[arg-type]
 
     return torch.cat(run_threads(line, rank), dim)
 
@@ -127,7 +127,8 @@ def test_random_numbers_are_uniform_and_uncorrelated() -> None:
     line = Mesh(axes=(Axis(name="x", size=1),))
 
     def draw(rt: object) -> torch.Tensor:
-        return local_ops.uniform(rt, "k", (1000, 1000), ((), ()), torch.device("cpu"))  # type: ignore[arg-type]
+        whole, axes = (1000, 1000), ((), ())
+        return local_ops.uniform(rt, None, 0.0, 1.0, "k", whole, axes, torch.float32)  # type: ignore[arg-type]
 
     x = run_threads(line, draw)[0].double()
     assert abs(float(x.mean()) - 0.5) < 2e-3
