@@ -229,8 +229,8 @@ struct Space {
     }
 };
 
-// The words of elements first .. first + count of a piece, `width` an element.
-void words_of(uint32_t* out, const Space& space, int64_t first, int64_t count, int width, Stream stream) {
+// The words of elements first .. first + count of a piece, `width` an element. One copy for all kernels.
+__attribute__((noinline)) void words_of(uint32_t* out, const Space& space, int64_t first, int64_t count, int width, Stream stream) {
     if (space.sizes[space.dims - 1] * width >= ShortRuns::kLong) {
         space.each_run(first, count, [&](uint64_t index, int64_t n) {
             words_from(out, index * width, n * width, stream);
