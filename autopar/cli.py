@@ -451,12 +451,14 @@ def doctor(
     arguments.check_positive("--ranks", ranks)
     from autopar.present.doctor import facts
     from autopar.present.tables import facts_table
+    from autopar.runtime import native
 
     with working("doctor") as progress:
         progress("look around", 0.0)
         from autopar.runtime.launch import launch
 
-        found = list(facts(launch, ranks))
+        kernels = native.found()
+        found = list(facts(launch, ranks, (kernels.kernels is not None, kernels.reason)))
     if json_:
         print(json.dumps({"facts": [{"what": w, "ok": ok, "detail": d} for w, ok, d in found]}, indent=1))
     else:

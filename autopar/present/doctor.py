@@ -26,13 +26,19 @@ TORCH = "2.13"
 RANKS_LIMIT_S = 60.0
 
 
-def facts(launch: Callable[..., Any], ranks: int) -> Iterator[Fact]:
-    """Everything, quickest first. `launch(function, ranks, timeout_s=...)` starts ranks on this machine."""
+def facts(launch: Callable[..., Any], ranks: int, kernels: tuple[bool, str]) -> Iterator[Fact]:
+    """Everything, quickest first.
+
+    Args:
+        launch: `launch(function, ranks, timeout_s=...)` starts ranks on this machine.
+        kernels: whether our C++ kernels are loaded; which, or why not.
+    """
     yield "python", True, f"{platform.python_version()} on {platform.platform(terse=True)}"
     yield from _packages()
     yield from _machine()
     yield from _torch()
-    yield "own kernels", None, "none in this version: PyTorch's are used"
+    loaded, detail = kernels
+    yield "own kernels", True if loaded else None, detail if loaded else f"PyTorch's are used: {detail}"
     yield _ranks(launch, ranks)
 
 

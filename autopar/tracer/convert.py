@@ -193,6 +193,11 @@ class Converter:
 
     def _lifted(self, node: Any) -> GraphInput:
         tensor = getattr(self.joint.module, node.target)
+        if "Generator" in type(tensor).__name__:
+            raise CaptureError(
+                "the forward draws from a torch.Generator of its own, whose numbers no other rank has: leave out "
+                "generator=; Options(seed=...) seeds the compiled module's random ops"
+            )
         if not isinstance(tensor, Tensor):
             raise CaptureError(
                 f"the forward uses {node.target} ({type(tensor).__name__}), which the capture does not know"
