@@ -12,7 +12,7 @@ help:
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml scripts/setup
+$(INSTALLED): pyproject.toml scripts/setup $(wildcard native/*.* native/kernels/*)
 	@scripts/setup
 	@touch $@
 
@@ -38,4 +38,4 @@ format: $(INSTALLED)
 	@$(PYTHON_IN_VENV) -m ruff check --fix .
 
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv build autopar/lib *.egg-info .mypy_cache .ruff_cache .pytest_cache
