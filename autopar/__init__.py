@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autopar.api import ClusterSpec, Plan, capture, compile, emit_source, search, verify
     from autopar.errors import AutoparError, CaptureError, InfeasibleError, PlanError, RankError, UserError
+    from autopar.ir.configuration import Configuration
     from autopar.ir.options import Options
+    from autopar.ir.transformer import Experts, Latent, Transformer
+    from autopar.prediction.step import Prediction, predict
     from autopar.present.plan_diff import PlanDiff
     from autopar.questions import Explanation, WhyNot
     from autopar.runtime.dataset import shard_dataset
@@ -23,6 +26,10 @@ _HOME = {
         ("AutoparError", "CaptureError", "InfeasibleError", "PlanError", "RankError", "UserError"), "autopar.errors"
     ),
     "Options": "autopar.ir.options",
+    "Configuration": "autopar.ir.configuration",
+    **dict.fromkeys(("Experts", "Latent", "Transformer"), "autopar.ir.transformer"),
+    "Prediction": "autopar.prediction.step",
+    "predict": "autopar.prediction.step",
     "PlanDiff": "autopar.present.plan_diff",
     "Explanation": "autopar.questions",
     "WhyNot": "autopar.questions",
@@ -34,19 +41,25 @@ __all__ = [
     "AutoparError",
     "CaptureError",
     "ClusterSpec",
+    "Configuration",
+    "Experts",
     "Explanation",
     "InfeasibleError",
+    "Latent",
     "Options",
     "Plan",
     "PlanDiff",
     "PlanError",
+    "Prediction",
     "RankError",
+    "Transformer",
     "UserError",
     "WhyNot",
     "capture",
     "compile",
     "emit_source",
     "launch",
+    "predict",
     "search",
     "shard_dataset",
     "verify",

@@ -195,6 +195,83 @@ def inspect(
         console.print(view)
 
 
+@app.command
+def predict(
+    model: Annotated[str, Parameter(help="Catalogue name, config.json or model folder of a transformer.")],
+    /,
+    *,
+    cluster: Annotated[str, Parameter(name=["--cluster", "-c"], help="preset:N or a TOML file.")],
+    tp: Annotated[int, Parameter(help="Tensor parallel ranks.")] = 1,
+    pp: Annotated[int, Parameter(help="Pipeline stages.")] = 1,
+    dp: Annotated[int | None, Parameter(help="Data parallel ranks; default: what is left of the cluster.")] = None,
+    cp: Annotated[int, Parameter(help="Context parallel ranks.")] = 1,
+    ep: Annotated[int, Parameter(help="Expert parallel ranks, inside tp × dp × cp.")] = 1,
+    zero: Annotated[int, Parameter(help="0, or cut over dp: 1 optimizer, 2 gradients, 3 parameters as well.")] = 1,
+    shard_group: Annotated[int, Parameter(help="ZeRO over so many neighbours; 0: over all.")] = 0,
+    chunks: Annotated[int, Parameter(help="Parts of the model on each stage (interleaved schedule).")] = 1,
+    schedule: Annotated[str, Parameter(help="1f1b, interleaved, gpipe, zb-h1, zb-h2; default by --pp, --chunks.")] = "",
+    micro_batch: Annotated[int, Parameter(help="Sequences of one micro-batch on one rank.")] = 1,
+    global_batch: Annotated[int | None, Parameter(help="Sequences of one step; default: dp × micro-batch × pp.")] = None,
+    seq: Annotated[int, Parameter(help="Tokens of a sequence.")] = 2048,
+    precision: Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"] = "bf16",
+    recompute: Literal["none", "selective", "full"] = "none",
+    attention: Annotated[
+        Literal["flash", "plain"], Parameter(help="One fused kernel, or scores kept in memory.")
+    ] = "flash",
+    no_sequence_parallel: Annotated[bool, Parameter(help="Norms and residuals whole on every tensor rank.")] = False,
+    trains: Annotated[
+        Literal["all", "adapters"], Parameter(help="All parameters, or low-rank adapters on frozen ones.")
+    ] = "all",
+    software: Annotated[
+        float | None, Parameter(help="Year of the software, such as 2024.5; default: the newest measured.")
+    ] = None,
+    trace: Annotated[Path | None, Parameter(help="Write the step as a Perfetto trace.")] = None,
+    json_: Json = False,
+) -> None:
+    """Price one given configuration of a transformer: step time, throughput, MFU, peak memory, and whether it fits."""
+    from autopar.catalogue.shape import transformer_of
+    from autopar.cost_model.clusters import load_cluster
+    from autopar.ir.configuration import LATEST_SOFTWARE, Configuration
+    from autopar.prediction.step import predict as price
+    from autopar.present import prediction_text
+
+    arguments.check_writable("--trace", trace)
+    shape, spec = transformer_of(model), load_cluster(cluster)
+    ranks = dp if dp is not None else max(1, spec.devices // max(1, tp * pp * cp))
+    found = price(
+        shape,
+        Configuration(
+            tp=tp,
+            pp=pp,
+            dp=ranks,
+            cp=cp,
+            ep=ep,
+            zero=zero,
+            shard_group=shard_group,
+            chunks=chunks,
+            schedule=schedule,
+            micro_batch=micro_batch,
+            global_batch=global_batch if global_batch is not None else ranks * micro_batch * pp,
+            seq=seq,
+            precision=precision,
+            recompute=recompute,
+            attention=attention,
+            sequence_parallel=not no_sequence_parallel,
+            trains=trains,
+            software=software if software is not None else LATEST_SOFTWARE,
+        ),
+        spec,
+    )
+    if trace is not None:
+        from autopar.present.trace import write_trace
+
+        write_trace(found.timeline, trace)
+    if json_:
+        print(json.dumps(prediction_text.prediction_json(found), indent=1))
+        return
+    Console(highlight=False).print(prediction_text.prediction_view(found))
+
+
 PlanFile = Annotated[Path, Parameter(help="A plan's JSON file.")]
 
 

@@ -41,6 +41,7 @@ class PresetLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     latency_us: float
     bytes_per_us: float
     source: str
+    switch_bytes_per_us: float = 0.0
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +50,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         unit: what "name:N" counts, whole nodes or single cards.
         devices_per_node: of a "card" preset, the most cards in one computer.
+        nodes_per_domain: the most nodes that the link inside reaches (a rack of switches); as many as divide the nodes.
         inside, between: links inside a node and between nodes.
         matches: last words of the names that CUDA gives to this device.
     """
@@ -61,6 +63,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     inside: PresetLink
     between: PresetLink
     host: Host = Host()
+    nodes_per_domain: int = 1
     matches: tuple[str, ...] = ()
 
 
@@ -94,9 +97,10 @@ def expand(preset: Preset, units: int) -> ClusterSpec:
                 f"{per_node}, or a multiple of {per_node}; describe another machine in TOML"
             )
         per_node, nodes = min(units, per_node), max(1, units // per_node)
-    levels = [_level(preset.inside, per_node)]
+    domain = max(n for n in range(1, preset.nodes_per_domain + 1) if nodes % n == 0)
+    levels = [_level(preset.inside, per_node * domain)]
     if preset.unit == "node" or nodes > 1:
-        levels.append(_level(preset.between, nodes))
+        levels.append(_level(preset.between, nodes // domain))
     return ClusterSpec(
         name=f"{preset.name}:{units}",
         groups=(DeviceGroup(count=per_node * nodes, device=device_of(preset)),),
@@ -125,5 +129,10 @@ def device_of(preset: Preset) -> Device:
 
 def _level(link: PresetLink, size: int) -> LinkLevel:
     return LinkLevel(
-        name=link.name, size=size, latency_us=link.latency_us, bytes_per_us=link.bytes_per_us, source=link.source
+        name=link.name,
+        size=size,
+        latency_us=link.latency_us,
+        bytes_per_us=link.bytes_per_us,
+        source=link.source,
+        switch_bytes_per_us=link.switch_bytes_per_us,
     )

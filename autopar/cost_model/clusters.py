@@ -127,6 +127,7 @@ def _problems(spec: ClusterSpec) -> Iterator[str]:
         yield from _outside(f"levels[{i}].size", level.size, 1, MOST_UNITS, "units")
         yield from _outside(f"levels[{i}].latency_us", level.latency_us, 0, 1e7, "µs")
         yield from _outside(f"levels[{i}].bytes_per_us", level.bytes_per_us, 1e-2, 1e9, "bytes per µs (1 GB/s is 1000)")
+        yield from _outside(f"levels[{i}].switch_bytes_per_us", level.switch_bytes_per_us, 0, 1e9, "bytes per µs")
     product = math.prod(level.size for level in spec.levels)
     if product != spec.devices:
         sizes = " × ".join(str(level.size) for level in spec.levels)

@@ -43,6 +43,7 @@ class LinkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         size: how many units of the level below (devices, for the first) one unit of this level joins.
         latency_us: time of one message of no bytes between two members.
         bytes_per_us: what one device can send at this level while all devices do, one way.
+        switch_bytes_per_us: the same, as bus bandwidth, of an all-reduce that its switches sum; 0 where they don't.
         source: where the figures come from, with date.
     """
 
@@ -51,6 +52,7 @@ class LinkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     latency_us: float
     bytes_per_us: float
     source: str
+    switch_bytes_per_us: float = 0.0
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

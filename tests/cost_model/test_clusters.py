@@ -57,7 +57,7 @@ def test_figures_of_one_preset() -> None:
     ("text", "words"),
     [
         ("dgx-h1000:4", "'dgx-h1000': no such preset; closest: dgx-h100"),
-        ("qqq", "wanted one of a10g"),
+        ("qqq", "wanted one of a100-pcie"),
         ("", "no such preset"),
         ("dgx-h100:0", "'0' is not a count; wanted a whole number of 1 or more"),
         ("dgx-h100:-1", "'-1' is not a count"),

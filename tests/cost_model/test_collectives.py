@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,11 +45,25 @@ def test_axis_across_nodes_is_priced_at_the_slow_level() -> None:
 
 def test_group_over_two_levels_shares_the_links_of_its_node() -> None:
     whole = mesh(NODES, dp=4)
-    # inside: 1·1 + ½·1200/300 = 3; between, on the half that each then holds: 1·5 + ½·600/10 = 35
-    assert collective_us(Collective.ALL_GATHER, 1200, "dp", whole, NODES) == pytest.approx(38)
-    assert collective_us(Collective.ALL_REDUCE, 1200, "dp", whole, NODES) == pytest.approx(76)
-    # 300 to one neighbour: 1 + 300/300; 300 to each of two across: 2·(5 + 300/10)
-    assert collective_us(Collective.ALL_TO_ALL, 1200, "dp", whole, NODES) == pytest.approx(72)
+    # latencies 1·1 + 1·5; inside ½·1200/300 = 2 while ½·600/10 = 30 go between, half for each of the two NICs
+    assert collective_us(Collective.ALL_GATHER, 1200, "dp", whole, NODES) == pytest.approx(36)
+    assert collective_us(Collective.ALL_REDUCE, 1200, "dp", whole, NODES) == pytest.approx(72)
+    # 300 to one neighbour: 1 + 300/300, while 300 go to each of two across: 2·(5 + 300/10)
+    assert collective_us(Collective.ALL_TO_ALL, 1200, "dp", whole, NODES) == pytest.approx(71)
+
+
+def test_small_all_reduce_of_many_takes_the_tree() -> None:
+    many = cluster((64, 3.0, 100.0))
+    # ring: 2·63·3; tree: 2·6·3, and 2·V/β
+    assert collective_us(Collective.ALL_REDUCE, 100, "tp", mesh(many, tp=64), many) == pytest.approx(38)
+
+
+def test_switches_that_sum_bound_an_all_reduce_inside_their_level() -> None:
+    level = msgspec.structs.replace(FLAT.levels[0], switch_bytes_per_us=200.0)
+    summing = msgspec.structs.replace(FLAT, levels=(level,))
+    # 2·3 + 2·¾·8000/200; nothing else is faster for it
+    assert collective_us(Collective.ALL_REDUCE, 8000, "tp", FOUR, summing) == pytest.approx(66)
+    assert collective_us(Collective.ALL_GATHER, 8000, "tp", FOUR, summing) == pytest.approx(69)
 
 
 @pytest.mark.parametrize(

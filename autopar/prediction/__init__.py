@@ -1,0 +1,1 @@
+"""What one given way to train a transformer costs: `step.predict`."""
