@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from autopar.errors import AutoparError, CaptureError, InfeasibleError, PlanError, RankError, UserError
     from autopar.ir.configuration import Configuration
     from autopar.ir.options import Options
+    from autopar.ir.prediction import Prediction
     from autopar.ir.transformer import Experts, Latent, Transformer
-    from autopar.prediction.step import Prediction, predict
+    from autopar.prediction.step import predict
     from autopar.present.plan_diff import PlanDiff
     from autopar.questions import Explanation, WhyNot
     from autopar.runtime.dataset import shard_dataset
@@ -28,7 +29,7 @@ _HOME = {
     "Options": "autopar.ir.options",
     "Configuration": "autopar.ir.configuration",
     **dict.fromkeys(("Experts", "Latent", "Transformer"), "autopar.ir.transformer"),
-    "Prediction": "autopar.prediction.step",
+    "Prediction": "autopar.ir.prediction",
     "predict": "autopar.prediction.step",
     "PlanDiff": "autopar.present.plan_diff",
     "Explanation": "autopar.questions",

@@ -211,7 +211,9 @@ def predict(
     chunks: Annotated[int, Parameter(help="Parts of the model on each stage (interleaved schedule).")] = 1,
     schedule: Annotated[str, Parameter(help="1f1b, interleaved, gpipe, zb-h1, zb-h2; default by --pp, --chunks.")] = "",
     micro_batch: Annotated[int, Parameter(help="Sequences of one micro-batch on one rank.")] = 1,
-    global_batch: Annotated[int | None, Parameter(help="Sequences of one step; default: dp × micro-batch × pp.")] = None,
+    global_batch: Annotated[
+        int | None, Parameter(help="Sequences of one step; default: dp × micro-batch × pp.")
+    ] = None,
     seq: Annotated[int, Parameter(help="Tokens of a sequence.")] = 2048,
     precision: Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"] = "bf16",
     recompute: Literal["none", "selective", "full"] = "none",

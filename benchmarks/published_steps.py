@@ -35,14 +35,16 @@ JUDGED = {
     "BLOOM": "BLOOM",
 }
 PRESETS = {
-    "A100-40-SXM": "dgx-a100-40g", "A100-80-SXM": "dgx-a100-80g", "A100-80": "dgx-a100-80g", "A100-40/80": "dgx-a100-80g",
-    "A800-80-SXM": "a800", "H100-80-SXM": "dgx-h100", "H200-141-SXM": "h200", "B200-180": "b200", "B300-288": "b300",
+    "A100-40-SXM": "dgx-a100-40g", "A100-80-SXM": "dgx-a100-80g", "A100-80": "dgx-a100-80g",
+    "A100-40/80": "dgx-a100-80g", "A800-80-SXM": "a800", "H100-80-SXM": "dgx-h100", "H200-141-SXM": "h200",
+    "B200-180": "b200", "B300-288": "b300",
     "GB200-186": "gb200", "GB300-288": "gb300", "V100-32-SXM2": "dgx-v100", "V100-16-SXM2": "v100-16g", "L4-24": "l4",
     "RTX4090-24": "rtx4090", "A6000-48": "rtx-a6000",
 }  # fmt: skip
 NETWORKS = {  # GB/s of a node
-    "4x100Gb_OmniPath_per_node": 50, "4x100Gb_RoCE_per_node": 50, "4x100Gb_IB_per_node": 50, "1x100Gb_IB_per_node": 12.5,
-    "400Gbps_per_node": 50, "800Gbps_per_node": 100, "200Gbps_per_node": 25, "8xHDR200_per_node": 200,
+    "4x100Gb_OmniPath_per_node": 50, "4x100Gb_RoCE_per_node": 50, "4x100Gb_IB_per_node": 50,
+    "1x100Gb_IB_per_node": 12.5, "400Gbps_per_node": 50, "800Gbps_per_node": 100, "200Gbps_per_node": 25,
+    "8xHDR200_per_node": 200,
     "RoCE1600Gbps_per_node": 200,
 }  # fmt: skip
 PRECISIONS = {"fp8-alt": "mxfp8", "fp16/bf16": "fp16"}
@@ -126,7 +128,9 @@ def print_times(found: list[tuple[Row, Any]], each: bool) -> None:
         if row.judged and row.trust == "A":
             judged.append(abs(error))
         if each:
-            print(f"  {row.id:16s} {row.step_s:9.3f} s published, {p.step_time_us / 1e6:9.3f} s predicted, {error:+.1%}")
+            print(
+                f"  {row.id:16s} {row.step_s:9.3f} s published, {p.step_time_us / 1e6:9.3f} s predicted, {error:+.1%}"
+            )
     print("\nstep time: median absolute error (median error, rows) by source and trust")
     for (source, trust), errors in sorted(groups.items(), key=lambda x: (x[0][0] not in JUDGED.values(), x[0])):
         absolute = statistics.median(map(abs, errors))
@@ -186,7 +190,8 @@ def print_memory(found: list[tuple[Row, Any]], each: bool) -> None:
         if each:
             print(f"  {row.id:16s} {row.memory_bytes / 2**30:7.1f} GiB, {p.peak_memory_bytes / 2**30:7.1f} predicted")
     for source, errors in groups.items():
-        print(f"  {statistics.median(map(abs, errors)):6.1%}  ({statistics.median(errors):+6.1%}, {len(errors):3d})  {source}")
+        middle = statistics.median(errors)
+        print(f"  {statistics.median(map(abs, errors)):6.1%}  ({middle:+6.1%}, {len(errors):3d})  {source}")
     every = [abs(e) for errors in groups.values() for e in errors]
     print(f"  {statistics.median(every):6.1%}  of all {len(every)}")
     print(f"  {impossible} left out: the state of the layout as published is more than the published memory")
@@ -233,7 +238,7 @@ def row_of(raw: dict[str, str]) -> Row | str:
     if configuration is None:
         return "batch not published"
     judged = next((short for part, short in JUDGED.items() if part in raw["source"]), "")
-    if "bigscience-workshop" in raw["source"]:
+    if "bigscience-workshop" in raw["source"]:  # BLOOM's own row is the paper's
         judged = ""
     unit = 2**30 if "GiB" in raw["note"] or "nvidia-smi" in raw["note"] or "bigscience" in raw["source"] else 1e9
     return Row(
@@ -245,7 +250,7 @@ def row_of(raw: dict[str, str]) -> Row | str:
         model=model_of(raw, tags),
         configuration=configuration,
         cluster=cluster_of(raw["gpu_type"], int(float(raw["gpus"])), tags.get("net", "")),
-        step_s=step if "step_time_s" not in tags.get("estimated", "") else None,
+        step_s=step,
         memory_bytes=memory * unit if memory is not None else None,
         out_of_memory=ran_out,
     )
@@ -275,9 +280,11 @@ def software(source: str, tags: dict[str, str]) -> float:
 
 
 YEARS = {
-    "bigscience": 2022.2, "BLOOM": 2022.2, "llm-foundry": 2023.8, "NeMo-Framework-Launcher": 2024.2, "NVIDIA/NeMo@8": 2024.9,
-    "NVIDIA/NeMo@": 2024.5, "InternEvo": 2023.5, "Mist": 2024.4, "DeepSpeed": 2022.5, "fms-fsdp": 2024.3, "torchtune": 2025.0,
-    "torchtitan": 2024.9, "Megatron-Bridge": 2026.2, "Automodel": 2026.0, "ml-engineering": 2025.5, "Megatron-LM": 2024.5,
+    "bigscience": 2022.2, "BLOOM": 2022.2, "llm-foundry": 2023.8, "NeMo-Framework-Launcher": 2024.2,
+    "NVIDIA/NeMo@8": 2024.9, "NVIDIA/NeMo@": 2024.5, "InternEvo": 2023.5, "Mist": 2024.4, "DeepSpeed": 2022.5,
+    "fms-fsdp": 2024.3,
+    "torchtune": 2025.0, "torchtitan": 2024.9, "Megatron-Bridge": 2026.2, "Automodel": 2026.0, "ml-engineering": 2025.5,
+    "Megatron-LM": 2024.5,
 }  # fmt: skip
 """When a source without a release was published."""
 
@@ -315,7 +322,7 @@ def model_of(raw: dict[str, str], tags: dict[str, str]) -> autopar.Transformer:
     candidates = [autopar.Transformer(gated=gated, **shape) for gated in (True, False)]
     published = number(raw["params_b"])
     if experts is not None or published is None:
-        return candidates[0] if experts is not None or published is None and "lama" in raw["model"] else candidates[1]
+        return candidates[0 if experts is not None else 1]
     return min(candidates, key=lambda m: abs(m.parameters / 1e9 - published))
 
 

@@ -59,7 +59,9 @@ def transformer_of(model: str) -> Transformer:
     """
     named = resolve(model)
     if named.factory is not None:
-        raise UserError(f"model {model}: predict reads a configuration, not code; `autopar search {model} --pin …` does")
+        raise UserError(
+            f"model {model}: predict reads a configuration, not code; `autopar search {model} --pin …` does"
+        )
     if named.entry is not None:
         family, row = named.entry.family, named.entry.row
         return transformer_from(model, family.model_type, family.tiny if named.tiny else row.config)

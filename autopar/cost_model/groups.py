@@ -1,7 +1,7 @@
 """What a collective costs among a group of devices: latency and volume by link level (α-β), by algorithm.
 
-For a group of n devices inside one link level of latency α (µs a message) and bandwidth β (bytes per µs that one device
-sends while all do), with V the bytes that one device holds on the *larger* side:
+For a group of n devices inside one link level of latency α (µs a message) and bandwidth β (bytes per µs that one
+device sends while all do), with V the bytes that one device holds on the *larger* side:
 
     all-gather, reduce-scatter   ring      (n−1)α + (n−1)/n · V/β
     all-reduce, least of         ring      twice that
@@ -9,7 +9,8 @@ sends while all do), with V the bytes that one device holds on the *larger* side
                                  switch    2α + 2(n−1)/n · V/β′     where the level's switches reduce, at β′
     all-to-all                   pairwise  (n−1)α + (n−1)/n · V/β
 
-(Thakur et al. 2005; the same terms as NCCL's src/graph/tuning.cc. β is what a large all-reduce measures as bus bandwidth.)
+(Thakur et al. 2005; the same terms as NCCL's src/graph/tuning.cc. β is what a large all-reduce measures as
+bus bandwidth.)
 
 A group that spans levels, n = n₀·n₁·… with n₀ members inside each innermost unit, n₁ such units and so on, moves what
 crosses level l over the links of all n₀⋯n_{l−1} members of a unit at once: V(n_l−1)/n_l /(n₀⋯n_{l−1}) for each. Levels

@@ -88,21 +88,29 @@ def check_configuration(config: Configuration, model: Transformer, devices: int)
     if not 0 <= config.zero <= 3:
         raise UserError(f"zero {config.zero}: wanted 0, 1, 2 or 3")
     if config.zero == 3 and config.pp > 1:
-        raise UserError("zero 3 with pp: parameters would be gathered for every micro-batch of every stage; wanted pp 1")
+        raise UserError(
+            "zero 3 with pp: parameters would be gathered for every micro-batch of every stage; wanted pp 1"
+        )
     if model.heads % config.tp:
         raise UserError(f"tp {config.tp} does not divide {model.heads} attention heads")
     if model.layers + 2 < config.pp * config.chunks:
         raise UserError(f"pp {config.pp} × chunks {config.chunks} is more than {model.layers} layers")
     if config.chunks > 1 and config.pp == 1:
         raise UserError(f"chunks {config.chunks} without pp: wanted a pipeline")
-    if config.ep > 1 and model.experts is None:
-        raise UserError(f"ep {config.ep}: {model.name} has no experts")
-    if model.experts is not None and (model.experts.count % config.ep or (config.tp * config.dp * config.cp) % config.ep):
-        raise UserError(
-            f"ep {config.ep}: wanted a divisor of {model.experts.count} experts and of tp × dp × cp = "
-            f"{config.tp * config.dp * config.cp}"
-        )
+    _check_experts(config, model)
     if config.global_batch < config.dp:
         raise UserError(f"global-batch {config.global_batch} leaves some of dp {config.dp} without a sequence")
     if config.seq % config.cp:
         raise UserError(f"cp {config.cp} does not divide seq {config.seq}")
+
+
+def _check_experts(config: Configuration, model: Transformer) -> None:
+    if config.ep > 1 and model.experts is None:
+        raise UserError(f"ep {config.ep}: {model.name} has no experts")
+    if model.experts is not None and (
+        model.experts.count % config.ep or (config.tp * config.dp * config.cp) % config.ep
+    ):
+        raise UserError(
+            f"ep {config.ep}: wanted a divisor of {model.experts.count} experts and of tp × dp × cp = "
+            f"{config.tp * config.dp * config.cp}"
+        )

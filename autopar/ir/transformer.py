@@ -25,7 +25,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Latent attention (arXiv 2405.04434): ranks of the compressed query (0: not compressed) and key-value, head sizes."""
+    """Latent attention (arXiv 2405.04434): ranks of compressed query (0: whole) and key-value, and head sizes."""
 
     query_rank: int
     key_value_rank: int

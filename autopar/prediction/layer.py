@@ -12,7 +12,8 @@ from autopar.ir.reshard import Collective
 from autopar.prediction.setting import Setting
 
 RESIDUAL_PASSES = 9
-"""Over a layer's hidden states, forward: two norms (read, write), two residual sums (read twice, write once)… less one."""
+"""Over a layer's hidden states, forward: two norms (read, write), two residual sums (the norm after reads
+what the sum has just written, so that nine are left of ten)."""
 ROTARY_PASSES = 2
 TENSOR_FORWARD, TENSOR_BACKWARD = 4, 5
 """Transfers of a layer's hidden states: attention and feed-forward each gather and scatter; backward, inputs of the
@@ -22,7 +23,7 @@ EXPERT_BACKWARD_POINTWISE = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amounts:
-    """µs of each kind of work, alone. `context`, `experts`, `tensor` are communication; `host` runs beside the device."""
+    """µs of each kind of work, alone. `context`, `experts`, `tensor`: communication; `host` runs beside the device."""
 
     matrices: float = 0.0
     attention: float = 0.0
@@ -147,7 +148,7 @@ def _experts(setting: Setting) -> tuple[Amounts, Amounts]:
     visits = tokens * experts.top_k
     here = experts.count / config.ep
     groups = _feed_forward_matrices(setting, max(1.0, visits / here), float(experts.width), here)
-    shared = ()
+    shared: tuple[Matrix, ...] = ()
     if experts.shared_width:
         shared = _feed_forward_matrices(setting, setting.tokens, experts.shared_width / config.tp, 1.0)
     dispatched = visits * model.hidden * setting.item_bytes

@@ -50,10 +50,10 @@ class ChunkMemory:
 def chunk_memory(setting: Setting, plain: int, routed: int, first: bool, last: bool) -> ChunkMemory:
     """Of so many layers, with the embedding where `first` and the head where `last`."""
     model, config = setting.model, setting.config
-    own = (plain + routed) * model.attention_parameters + plain * model.dense_parameters
-    own += routed * model.shared_parameters
+    layers = (plain + routed) * model.attention_parameters + plain * model.dense_parameters
     tables = int(first) + int(last and not (first and model.tied))
-    own = (own + tables * model.embedding_parameters) / config.tp
+    cut = layers + routed * model.shared_parameters + tables * model.embedding_parameters
+    own = cut / config.tp
     experts = routed * model.expert_parameters / config.ep
     trained = own + experts if config.trains == "all" else 0.0
     ranks = config.sharding_ranks
@@ -70,11 +70,12 @@ def chunk_memory(setting: Setting, plain: int, routed: int, first: bool, last: b
     parameters = kept(3, setting.item_bytes)
     gradients = kept(2, gradient) if config.trains == "all" else 0.0
     state = updated * (8 if full else 12)
-    layers = plain + routed
     layer = layer_bytes(setting)
     stored = stored_bytes(setting)
-    held = layers * stored + (setting.own_tokens * model.hidden * setting.item_bytes if first else 0)
+    held = (plain + routed) * stored + (setting.own_tokens * model.hidden * setting.item_bytes if first else 0)
     transient = layer - stored if config.recompute != "none" else 0.0
+    if config.recompute == "selective" and config.attention == "plain":
+        transient += _score_bytes(setting)
     transient += 2 * setting.own_tokens * model.hidden * setting.item_bytes
     if config.zero == 3:
         width = model.attention_parameters + max(model.dense_parameters * (plain > 0), model.shared_parameters)
@@ -108,7 +109,8 @@ def layer_bytes(setting: Setting) -> float:
 
     In 16-bit elements of own tokens × hidden (cut by sequence parallelism) and of tokens × width over tp. A plain
     GPT layer: two norms' inputs, matrices' inputs, masks of two dropouts of a byte: sbh(10 + 24/t), all of it over t
-    with sequence parallelism (the 2 of 10 are the masks); attention's scores: 5·a·s²·b, or a statistic of 4 bytes for each head and token.
+    with sequence parallelism (the 2 of 10 are the masks); attention's scores:
+    5·a·s²·b, or a statistic of 4 bytes for each head and token.
     """
     model, config = setting.model, setting.config
     item = setting.item_bytes
@@ -118,12 +120,7 @@ def layer_bytes(setting: Setting) -> float:
     query, value = model.score_sizes
     keys = model.key_value_heads * model.head_size * 2 if model.latent is None else model.heads * (query + value)
     attention = cut * ((model.heads * query + keys) * item + model.heads * value * inputs)
-    if config.attention == "flash":
-        scores = cut * model.heads * STATISTIC_BYTES
-    elif config.recompute == "selective":
-        scores = 0.0
-    else:
-        scores = 5 * config.micro_batch * model.heads * config.seq * (config.seq / config.cp) / config.tp
+    scores = 0.0 if config.recompute == "selective" and config.attention == "plain" else _score_bytes(setting)
     # Norms' inputs, and inputs of the matrices cut by columns (gathered again where sequence parallel), dropout masks.
     residual = hidden * (2 * item + 2 * inputs + (2 if model.dropout else 0))
     plain = model.layers - model.routed_layers
@@ -135,6 +132,14 @@ def layer_bytes(setting: Setting) -> float:
         feed_forward = visits * (model.hidden * inputs + experts.width * ((model.matrices - 1) * item + inputs))
         feed_forward += cut * model.matrices * experts.shared_width * item
     return residual + attention + scores + feed_forward
+
+
+def _score_bytes(setting: Setting) -> float:
+    """Of attention: a statistic of each head and token where fused, else scores, probabilities and a dropout mask."""
+    model, config = setting.model, setting.config
+    if config.attention == "flash":
+        return setting.tokens / config.tp * model.heads * STATISTIC_BYTES
+    return 5 * setting.tokens * model.heads * config.seq / config.tp
 
 
 def stored_bytes(setting: Setting) -> float:

@@ -7,8 +7,9 @@ A matrix product of m × k by k × n costs, at a fraction e of the dtype's dense
 `waves`: tiles of 128 × 256 are dealt to the device's processors in rounds, and the last round is not full
 (NVIDIA, "Matrix Multiplication Background", wave quantisation); w says how much of that shows, since libraries choose
 other tiles where it helps. k/(k + k₀): a tile's first loads and last stores. Fused attention costs 2·flops of the used
-half of the scores at its own fraction; one that keeps scores computes both halves, and with head sizes that tensor cores can't take (not multiples of 8) products of
-scores fall to a small fraction. Everything else costs its bytes over achieved memory bandwidth.
+half of the scores at its own fraction; one that keeps scores computes both halves, and with head sizes that tensor
+cores can't take (not multiples of 8) products of scores fall to a small fraction. Everything else costs its bytes over
+achieved memory bandwidth.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ DTYPES: dict[Precision, str] = {
 }
 NVFP4_OVER_FP8 = 2.0
 """Dense peaks of 4-bit over 8-bit floats (NVIDIA Blackwell: 9 or 10 over 4.5 or 5 PFLOP/s)."""
+SIXTEEN = ("bfloat16", "float16")
 LOW = ("fp8", "mxfp8", "nvfp4")
 """Precisions in which only the layers' matrices run; attention, the head and everything else stay in bf16."""
 
@@ -126,8 +128,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         gradient_bytes: of one element as it is reduced, below fp32.
         optimizer_bytes: moved per parameter of the update.
         layer_us: launching one layer's forward, where it isn't hidden.
-        recompute_us: of older software (`memory_since`), once for each layer that is computed again: saving and restoring
-            the states of random generators waits for the device.
+        recompute_us: of older software (`memory_since`), once for each layer that is computed again: saving and
+            restoring the states of random generators waits for the device.
         step_us: once a step: data, norms, logging, the optimizer's launches.
         overlapped_compute: how much slower computation is while communication runs.
         link, fabric: achieved over described bandwidth inside nodes, and between.
@@ -200,16 +202,16 @@ class Speed:
     def peak(self, precision: Precision) -> float:
         """Dense flops per µs."""
         peaks = self.device.peak_flops
-        listed = peaks.get(DTYPES[precision], peaks.get("bfloat16", peaks.get("float16", max(peaks.values()))))
+        listed = next((peaks[d] for d in (DTYPES[precision], *SIXTEEN) if d in peaks), max(peaks.values()))
         return listed * (NVFP4_OVER_FP8 if precision == "nvfp4" else 1.0) / FLOPS_PER_S
 
     def matmul_us(self, m: float, n: float, k: float, *, low: bool, count: float = 1.0) -> float:
-        """`count` products of m × k by k × n; `low`: in the configuration's precision, else in bf16 where that is lower."""
+        """`count` products of m × k by k × n; `low`: in the configuration's precision, else in 16 bits or more."""
         precision = self.config.precision
         if precision in LOW and not low:
             precision = "bf16"
         part = self.family.matmul.get(precision, self.family.matmul["bf16"]) * self.own.matmul * self.progress
-        part *= self._waves(m, n) ** self.family.wave
+        part *= float(self._waves(m, n) ** self.family.wave)
         saturation = self.family.contraction * (2 if precision in LOW else 1)
         part *= k / (k + saturation)
         return count * 2 * m * n * k / (self.peak(precision) * part)

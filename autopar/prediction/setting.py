@@ -39,7 +39,7 @@ class Setting:
 
     @property
     def gathered_bytes(self) -> float:
-        """Of one element of a parameter as ZeRO-3 gathers it: recent low-precision training gathers what it computes in."""
+        """Of one element of a parameter as ZeRO-3 gathers it: recent software gathers in the precision of products."""
         low = self.config.precision in LOW and self.config.software >= LOW_GATHERS_SINCE
         return 1.0 if low else float(self.item_bytes)
 

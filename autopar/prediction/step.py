@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from autopar.cost_model.simulate import simulate
 from autopar.cost_model.tasks import Overlap
+from autopar.errors import UserError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.configuration import Configuration, check_configuration
+from autopar.ir.prediction import Prediction
 from autopar.ir.schedules import build_schedule
-from autopar.ir.timeline import Timeline
 from autopar.ir.transformer import Transformer
 from autopar.prediction.memory import device_memory
 from autopar.prediction.rates import FLOPS_PER_S, Rates, speed_of
 from autopar.prediction.setting import Setting
 from autopar.prediction.stage import stage_memories, stage_works
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """What a configuration is expected to do.
-
-    Attributes:
-        step_time_us: of one global batch. `tokens_per_s`: of all devices together.
-        flops_per_s: of one device: model flops, causal attention halved, nothing recomputed. `mfu`: that over the dense
-            peak of the precision. `mfu_full`: with all scores counted, as "6N + 12Lhs" does.
-        peak_memory_bytes: of the fullest device, as its monitor shows it; `memory_bytes`: what it holds then.
-        fits: within `limit_bytes`, the whole memory of the device.
-        notes: estimates and assumptions.
-    """
-
-    model: str
-    cluster: str
-    configuration: Configuration
-    step_time_us: float
-    tokens_per_s: float
-    flops_per_s: float
-    mfu: float
-    mfu_full: float
-    peak_memory_bytes: int
-    memory_bytes: Mapping[str, int]
-    limit_bytes: int
-    fits: bool
-    breakdown_us: Mapping[str, float]
-    cost_source: str
-    notes: tuple[str, ...]
-    timeline: Timeline
 
 
 def predict(
@@ -57,15 +24,20 @@ def predict(
     device = min((g.device for g in cluster.groups), key=lambda d: max(d.peak_flops.values()))
     speed = speed_of(device, config, rates)
     setting = Setting(model, config, speed, cluster)
-    schedule = build_schedule(
-        config.schedule_name, stages=config.pp, micro_batches=config.micro_batches, chunks=config.chunks
-    )
+    try:
+        schedule = build_schedule(
+            config.schedule_name, stages=config.pp, micro_batches=config.micro_batches, chunks=config.chunks
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
     works = stage_works(setting, schedule)
     timeline = simulate(schedule, works, overlap=Overlap(compute=speed.rates.overlapped_compute))
     memory = device_memory(setting, timeline, stage_memories(setting, schedule))
     tokens = config.global_batch * config.seq
     seconds = timeline.step_us / 1e6
-    used, full = (model.flops_per_token(config.seq, halved=h) * tokens / seconds / cluster.devices for h in (True, False))
+    used, full = (
+        model.flops_per_token(config.seq, halved=h) * tokens / seconds / cluster.devices for h in (True, False)
+    )
     peak = speed.peak(config.precision) * FLOPS_PER_S
     return Prediction(
         model=model.name,
@@ -91,7 +63,9 @@ def _notes(setting: Setting) -> tuple[str, ...]:
     config, model = setting.config, setting.model
     found = []
     if not setting.speed.known:
-        found.append(f"no rates for {setting.speed.device.name}: estimated from its peaks and another device's fractions")
+        found.append(
+            f"no rates for {setting.speed.device.name}: estimated from its peaks and another device's fractions"
+        )
     if config.global_batch % (config.dp * config.micro_batch):
         found.append(
             f"global batch {config.global_batch} is not a multiple of dp × micro-batch; "

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from autopar.ir.configuration import Configuration
+from autopar.ir.prediction import Prediction
 from autopar.present.tables import plain_table
 from autopar.present.words import bytes_words, count_words, time_words
 
 FLOPS_COUNTED = "model flops, forward and backward; causal attention counts the half of the scores that is used"
 
 
-class PredictionLike(Protocol):
-    """`predict.step.Prediction`, as far as it is shown."""
-
-    model: str
-    cluster: str
-    configuration: Configuration
-    step_time_us: float
-    tokens_per_s: float
-    flops_per_s: float
-    mfu: float
-    mfu_full: float
-    peak_memory_bytes: int
-    memory_bytes: Any
-    limit_bytes: int
-    fits: bool
-    breakdown_us: Any
-    cost_source: str
-    notes: tuple[str, ...]
-
-
-def prediction_json(found: PredictionLike) -> dict[str, Any]:
+def prediction_json(found: Prediction) -> dict[str, Any]:
     """The fields that scripts rely on; `breakdown_us` of the busiest stage sums to the step but for what is hidden."""
     config = found.configuration
     sizes = {name: getattr(config, name) for name in ("tp", "pp", "dp", "cp", "ep", "zero", "chunks")}
@@ -73,7 +53,7 @@ def prediction_json(found: PredictionLike) -> dict[str, Any]:
     }
 
 
-def prediction_view(found: PredictionLike) -> RenderableType:
+def prediction_view(found: Prediction) -> RenderableType:
     """What a person reads."""
     config = found.configuration
     sizes = " × ".join(f"{n}={getattr(config, n)}" for n in ("tp", "pp", "dp", "cp") if getattr(config, n) > 1)
@@ -84,8 +64,8 @@ def prediction_view(found: PredictionLike) -> RenderableType:
         ", ".join([sizes or "one device", *more]),
     )
     batch = (
-        f"{config.micro_batches} micro-batches of {config.micro_batch} × {config.seq} tokens on each data-parallel rank, "
-        f"{config.precision}, schedule {config.schedule_name}"
+        f"{config.micro_batches} micro-batches of {config.micro_batch} × {config.seq} tokens on each data-parallel "
+        f"rank, {config.precision}, schedule {config.schedule_name}"
         + (f" of {config.chunks} chunks" if config.chunks > 1 else "")
         + (f", recompute {config.recompute}" if config.recompute != "none" else "")
     )
@@ -114,4 +94,6 @@ def _words(what: str) -> str:
     kind, colon, name = what.partition(":")
     if not colon:
         return what
-    return {"compute": name, "exposed": f"{name}, waited for", "hidden": f"{name}, beside computation (not counted)"}[kind]
+    return {"compute": name, "exposed": f"{name}, waited for", "hidden": f"{name}, beside computation (not counted)"}[
+        kind
+    ]
