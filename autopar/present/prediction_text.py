@@ -86,7 +86,7 @@ def prediction_view(found: Prediction) -> RenderableType:
     for what, size in found.memory_bytes.items():
         held.add_row(what, bytes_words(size))
     notes = [Text(f"note: {note}") for note in found.notes]
-    source = Text(f"costs: {found.cost_source} (docs/cost-model.md)", style="dim")
+    source = Text(f"costs: {found.cost_source} (docs/predictions.md)", style="dim")
     return Group(head, Text(batch), Text(), facts, Text(), times, Text(), held, Text(), *notes, source)
 
 
