@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from autopar.cost_model.sums import reduces, waiting_sums
 from autopar.cost_model.wiring import Reader, Slot, SlotKind, Wire, Wiring
 from autopar.errors import CompilerError
 from autopar.ir.graph import CapturedGraph, Node, Phase, TensorMeta
@@ -90,8 +91,9 @@ def build_problem(
     choices = tuple(_options(slot, context) for slot in wiring.slots)
     priced = [_node(slot, picks, context) for slot, picks in zip(wiring.slots, choices, strict=True)]
     values, layouts = [], []
-    for wire in wiring.wires:
-        value, names = _value(wire, wiring, choices, context)
+    waiting = waiting_sums(wiring, choices)
+    for index, wire in enumerate(wiring.wires):
+        value, names = _value(wire, choices, context, waits=index in waiting)
         values.append(value)
         layouts.append(names)
     moments = _moments(captured, wiring, choices, tuple(values), tuple(layouts), context, limit_bytes)
@@ -190,8 +192,13 @@ def _layout_of(pick: Strategy | Layout, position: int, *, output: bool) -> Layou
 
 
 def _value(
-    wire: Wire, wiring: Wiring, choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...], context: _Context
+    wire: Wire,
+    choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...],
+    context: _Context,
+    *,
+    waits: bool,
 ) -> tuple[ProblemValue, tuple[Layout, ...]]:
+    """The wire's value, and its layouts. `waits`: no pending sum is reduced here."""
     made = [_layout_of(pick, wire.position, output=True) for pick in choices[wire.producer]]
     wants = [[_layout_of(pick, r.position, output=False) for pick in choices[r.slot]] for r in wire.readers]
     names = tuple(dict.fromkeys([*made, *(layout for row in wants for layout in row)]))
@@ -200,7 +207,7 @@ def _value(
     table = [[0.0 if p == q else INFINITY for q in names] for p in names]
     for p in dict.fromkeys(made):
         for q in wanted:
-            if p != q:
+            if p != q and not (waits and reduces(p, q)):
                 price = context.prices.reshard_us(wire.meta, p, q)
                 table[index[p]][index[q]] = price * wire.count
     value = ProblemValue(

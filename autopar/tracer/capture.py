@@ -34,6 +34,7 @@ from autopar.tracer.substitutes import Substitutes
 from autopar.tracer.torch_private import capture_flags, enable_python_dispatcher
 from autopar.tracer.unflatten import unflatten
 from autopar.tracer.wide import Wide
+from autopar.tracer.widen import widen_before_adding
 
 Notes = tuple[tuple[str, str, str], ...]
 
@@ -121,13 +122,14 @@ def _with_regions(rig: Rig, inputs: Inputs, options: Options, name: str, regions
 
 
 def _tidied(captured: CapturedGraph) -> CapturedGraph:
-    """Transposes cancelled in pairs, ops moved before flattening views, views of parameters made again in backward."""
+    """Transposes cancelled in pairs, ops moved before flattening views, gradients widened before they are added, views
+    of parameters made again in backward."""
     blocks = tuple(replace(b, graph=_tidy(b.graph)) for b in captured.blocks)
     return replace(captured, top=_tidy(captured.top), blocks=blocks)
 
 
 def _tidy(graph: Graph) -> Graph:
-    return remake_parameter_views(unflatten(cancel_transposes(graph)))
+    return remake_parameter_views(widen_before_adding(unflatten(cancel_transposes(graph))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,9 @@ A mean over N elements becomes sum * (1/N) with the global N as a literal; a los
 a sum and a count; batch statistics become sums over the batch. A rank then adds up its part, and the sum over ranks is
 the whole model's value. Everything else (attention, softmax, layer norm, ...) stays one op: fewer and faster kernels.
 
+Sums of half precision are taken in float32 and narrowed at the end, as one kernel does inside: so parts of a sum are
+added up in float32 over ranks, too.
+
     nll:  picked_i = x[i, t_i] (0 if t_i is ignored), w_i = weight[t_i] (1 without; 0 if ignored)
           loss = -sum_i w_i picked_i / sum_i w_i,   dloss/dx = place(-g w_i / sum w, t_i)
 """
@@ -24,6 +27,8 @@ from autopar.tracer.torch_private import torch_decompositions
 aten = torch.ops.aten
 MEAN, SUM = 1, 2
 """Reduction numbers of ATen's losses (0: none)."""
+NARROW = (torch.float16, torch.bfloat16)
+"""Types that hold no sum of many."""
 
 
 def _dims(x: Tensor, dim: Any) -> list[int]:
@@ -41,24 +46,44 @@ def _scaled(x: Tensor, count: float) -> Tensor:
     return x * (1.0 / count) if count else x * float("nan")
 
 
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of this type are taken in."""
+    return torch.float32 if dtype in NARROW else dtype
+
+
+def total(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum of all elements."""
+    wanted = dtype or x.dtype
+    if wanted not in NARROW:
+        return NotImplemented
+    return aten.sum.default(x, dtype=torch.float32).to(wanted)
+
+
+def total_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum over dims."""
+    wanted = dtype or x.dtype
+    if wanted not in NARROW:
+        return NotImplemented
+    return aten.sum.dim_IntList(x, dim, keepdim, dtype=torch.float32).to(wanted)
+
+
 def mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Mean of all elements."""
-    return _scaled(aten.sum.default(x, dtype=dtype), x.numel())
+    wanted = dtype or x.dtype
+    return _scaled(aten.sum.default(x, dtype=_wide_dtype(wanted)), x.numel()).to(wanted)
 
 
 def mean_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     """Mean over dims."""
-    dims = _dims(x, dim)
-    return _scaled(aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype), _count(x, dims))
+    dims, wanted = _dims(x, dim), dtype or x.dtype
+    return _scaled(aten.sum.dim_IntList(x, dims, keepdim, dtype=_wide_dtype(wanted)), _count(x, dims)).to(wanted)
 
 
 def var_mean_correction(
     x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Variance (divided by N - correction) and mean over dims."""
-    dims, wide = _dims(x, dim), x
-    if x.dtype in (torch.float16, torch.bfloat16):
-        wide = x.to(torch.float32)
+    dims, wide = _dims(x, dim), x.to(_wide_dtype(x.dtype))
     count = _count(x, dims)
     middle = _scaled(aten.sum.dim_IntList(wide, dims, True), count)
     apart = wide - middle
@@ -98,20 +123,21 @@ def _picked_weight(x: Tensor, dim: int, target: Tensor, weight: Tensor) -> Tenso
 def nll_forward(
     x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """x: (N, C, ...) log-probabilities or (C,), target: (N, ...) or () -> (loss, sum of weights)."""
+    """x: (N, C, ...) log-probabilities or (C,), target: (N, ...) or () -> (loss, sum of weights in the wide type)."""
     dim = 0 if x.dim() == 1 else 1
     ignored = target == ignore_index
     part = -torch.ops.autopar.pick.default(x, dim, target)
+    wide = _wide_dtype(x.dtype)
     if weight is None:
-        each = torch.logical_not(ignored).to(x.dtype)
+        each = torch.logical_not(ignored).to(wide)
     else:
         each = _picked_weight(x, dim, target, weight).masked_fill(ignored, 0.0)
         part = part * each
     part = part.masked_fill(ignored, 0.0)
     if reduction == 0:
         return part, x.new_zeros(())
-    total_weight = each.sum()
-    return (part.sum() / total_weight if reduction == MEAN else part.sum()), total_weight
+    loss, total_weight = part.to(wide).sum(), each.to(wide).sum()
+    return (loss / total_weight if reduction == MEAN else loss).to(x.dtype), total_weight
 
 
 def nll_backward(
@@ -119,7 +145,7 @@ def nll_backward(
 ) -> Tensor:
     """Gradient of `nll_forward` to x; grad: () or, unreduced, target's shape."""
     dim = 0 if x.dim() == 1 else 1
-    value = -(grad / total if reduction == MEAN else grad)
+    value = -(grad / total).to(grad.dtype) if reduction == MEAN else -grad
     value = value.expand(target.shape)
     if weight is not None:
         value = value * _picked_weight(x, dim, target, weight)
@@ -139,8 +165,7 @@ def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, inner: int, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x: (n, c, ...), `inner` elements a channel -> (x's shape, mean (n, groups), reciprocal deviation (n, groups))."""
-    wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
-    parts = wide.reshape(n, groups, c // groups, inner)
+    parts = x.to(_wide_dtype(x.dtype)).reshape(n, groups, c // groups, inner)
     var, middle = var_mean_correction(parts, [2, 3], correction=0, keepdim=True)
     rstd = torch.rsqrt(var + eps)
     out = (parts - middle) * rstd
@@ -184,6 +209,8 @@ def _reduced(each: Tensor, reduction: int) -> Tensor:
 
 
 OWN: dict[Any, Callable[..., Any]] = {
+    aten.sum.default: total,
+    aten.sum.dim_IntList: total_dim,
     aten.mean.default: mean,
     aten.mean.dim: mean_dim,
     aten.var.correction: var_correction,
