@@ -98,16 +98,8 @@ def differing() -> None:
     api.compile(model, load_cluster("rtx3090:2"), example_inputs=batch, options=Options(pins=pins))
 
 
-def alike() -> float:
-    model, batch = tiny("mlp")
-    module = api.compile(model, load_cluster("rtx3090:2"), example_inputs=batch, options=Options(pins={"dp": 2}))
-    return float(module(**batch)[0].detach())
-
-
 @pytest.mark.ranks
 @pytest.mark.timeout(200)
 def test_processes() -> None:
     with pytest.raises(RankError, match=r"would not run what the others run; first difference, program line \d+:\n"):
         launch(differing, 2, timeout_s=120)
-    model, batch = tiny("mlp")
-    assert launch(alike, 2, timeout_s=120) == pytest.approx(float(model(**batch)[0]), rel=1e-5)

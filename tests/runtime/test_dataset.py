@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -90,19 +91,23 @@ def _compiled(pins: dict[str, Any]) -> Any:
     return autopar.compile(_model(), cluster, example_inputs=_example(), options=Options(pins=pins))
 
 
-def trains(pins: dict[str, Any]) -> None:
+def trains(module: Any) -> None:
+    start = module.full_state_dict()
     expected = _train(_model(), _global_batches(list(range(COUNT))))
+
+    def losses(batches: Any) -> Tensor:
+        module.load_full_state_dict(start)
+        return torch.tensor(_train(module, batches))
+
     for data in (Samples(), Samples(as_tuple=True), Stream()):
-        module = _compiled(pins)
-        view = autopar.shard_dataset(data, module.plan, drop_last=True)
-        assert torch.allclose(torch.tensor(_train(module, view)), torch.tensor(expected), atol=1e-5, rtol=1e-5)
-    wrong = _train(_compiled(pins), _global_batches([(i + 1) % COUNT for i in range(COUNT)]))
-    assert not torch.allclose(torch.tensor(wrong), torch.tensor(expected), atol=1e-3), "the check sees another order"
+        found = losses(autopar.shard_dataset(data, module.plan, drop_last=True))
+        assert torch.allclose(found, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+    wrong = losses(_global_batches([(i + 1) % COUNT for i in range(COUNT)]))
+    assert not torch.allclose(wrong, torch.tensor(expected), atol=1e-3), "the check sees another order"
 
 
-def loads_its_part(pins: dict[str, Any]) -> None:
-    module = _compiled(pins)
-    data, dp = Samples(), pins["dp"]
+def loads_its_part(module: Any, dp: int) -> None:
+    data = Samples()
     view = autopar.shard_dataset(data, module.plan, shuffle=True, seed=5)
     batches = list(view)
     assert len(batches) == len(view) == 4
@@ -128,8 +133,7 @@ def loads_its_part(pins: dict[str, Any]) -> None:
     assert torch.equal(next(iter(view))["x"].full_tensor(), whole[:BATCH])
 
 
-def with_workers(pins: dict[str, Any]) -> None:
-    plan = _compiled(pins).plan
+def with_workers(plan: autopar.Plan) -> None:
     for data in (Samples(), Stream()):
         alone = list(autopar.shard_dataset(data, plan))
         helped = list(autopar.shard_dataset(data, plan, workers=2))
@@ -143,22 +147,19 @@ def _plain(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-@pytest.mark.parametrize("pins", [{"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}, {"tp": 2}], ids=str)
-def test_training_equals_that_with_global_batches(pins: dict[str, Any]) -> None:
-    autopar.launch(trains, _ranks(pins), (pins,))
+def everything(pins: list[dict[str, int]], workers: bool = False) -> None:
+    """Training equals that with global batches; a rank loads only its part; worker processes load the same."""
+    for each in pins:
+        module = _compiled(each)
+        trains(module)
+        loads_its_part(module, each.get("dp", 1))
+        if workers:
+            with_workers(module.plan)
 
 
-@pytest.mark.parametrize("pins", [{"dp": 3}, {"dp": 2, "tp": 2}], ids=str)
-def test_a_rank_loads_only_its_part(pins: dict[str, Any]) -> None:
-    autopar.launch(loads_its_part, _ranks(pins), (pins,))
-
-
-def test_worker_processes() -> None:
-    autopar.launch(with_workers, 2, ({"dp": 2},))
-
-
-def _ranks(pins: dict[str, int]) -> int:
-    return pins.get("dp", 1) * pins.get("tp", 1)
+@pytest.mark.parametrize("pins", [[{"tp": 2}, {"dp": 2}], [{"dp": 3}], [{"dp": 2, "tp": 2}]], ids=str)
+def test_ranks_load_their_parts(pins: list[dict[str, int]]) -> None:
+    autopar.launch(everything, math.prod(pins[0].values()), (pins, pins[0] == {"tp": 2}))
 
 
 def test_one_rank() -> None:
