@@ -51,16 +51,14 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in NARROW else dtype
 
 
-def total(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Sum of all elements."""
+def total(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    """Sum of all elements; of another than half precision the op itself."""
     wanted = dtype or x.dtype
-    if wanted not in NARROW:
-        return NotImplemented
-    return aten.sum.default(x, dtype=torch.float32).to(wanted)
+    return aten.sum.default(x, dtype=torch.float32).to(wanted) if wanted in NARROW else NotImplemented
 
 
-def total_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Sum over dims."""
+def total_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """Sum over dims, as `total`."""
     wanted = dtype or x.dtype
     if wanted not in NARROW:
         return NotImplemented

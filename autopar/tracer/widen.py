@@ -55,17 +55,18 @@ class _Rewriter:
         self.taken = set(self.values) | {n.name for n in graph.nodes}
         self.uses = Counter(ref for n in graph.nodes for ref in n.refs)
         self.uses.update(o.value for o in graph.outputs if o.value is not None)
-        self.sums = {n.first.name: n for n in graph.nodes if n.first is not None and self._is_sum(n)}
-        self.casts = {n.first.name: n for n in graph.nodes if n.op == CAST and n.first is not None}
+        backward = [n for n in graph.nodes if n.phase is Phase.BACKWARD]
+        self.sums = {n.first.name: n for n in backward if n.first is not None and self._is_sum(n)}
+        self.casts = {n.first.name: n for n in backward if n.op == CAST and n.first is not None}
         self.nodes: list[Node] = []
         self.same: dict[str, str] = {}
         self.gone: set[str] = set()
 
     def _is_sum(self, node: Node) -> bool:
-        """a + b in the backward, neither broadcast nor of another type."""
+        """a + b, neither broadcast nor of another type."""
         metas = {self.values[ref].meta for ref in node.refs} | {node.outputs[0].meta if node.outputs[0] else None}
         plain = node.op == ADD and len(node.args) == len(node.refs) == 2 and not node.kwargs
-        return plain and len(metas) == 1 and node.phase is Phase.BACKWARD
+        return plain and len(metas) == 1
 
     def widens(self, node: Node) -> bool:
         """True of a cast of floats to wider ones."""
@@ -77,14 +78,15 @@ class _Rewriter:
     def widen(self, cast: Node, ref: str, out: Value) -> None:
         """Write what makes `out` of the narrow `ref`."""
         summed, narrowed = self.sums.get(ref), self.casts.get(ref)
-        last = out is cast.first
         if narrowed is not None and self.uses[ref] == 1 and self.values[narrowed.refs[0]].meta == out.meta:
             self.gone.add(narrowed.name)
             self.same[out.name] = narrowed.refs[0]
             return
         if summed is None or self.uses[ref] > 1:
-            named = {} if last else {"name": self._fresh(f"{cast.name}_{ref}"), "key": f"{cast.key}/{ref}"}
-            self.nodes.append(replace(cast, args=(Ref(ref), *cast.args[1:]), outputs=(out,), **named))
+            node = replace(cast, args=(Ref(ref), *cast.args[1:]), outputs=(out,))
+            if out is not cast.first:
+                node = replace(node, name=self._fresh(f"{cast.name}_{ref}"), key=f"{cast.key}/{ref}")
+            self.nodes.append(node)
             return
         self.gone.add(summed.name)
         parts = [Value(self._fresh(f"{r}_wide"), out.meta) for r in summed.refs]

@@ -27,7 +27,6 @@ WAITING = {
     "NUM-16": "random draws",
     "NUM-18": "recompute",
     "NUM-19": "recompute",
-    "NUM-21": "mixed precision",
     "NUM-26": "pipeline",
     "NUM-28": "pipeline",
     "NUM-29": "checkpoint",
