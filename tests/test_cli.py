@@ -278,6 +278,7 @@ def test_verify_shows_every_tensor(capsys: Capture, wrong_report: None) -> None:
     assert (len(data["rows"]), data["bisection"]["first"]["line"]) == (31, 9)
 
 
+@pytest.mark.slow
 def test_verify_bisects(capsys: Capture) -> None:
     code, out, err = run(capsys, "verify", "gpt2", "--pin", "tp=2", "--steps", "1", "--bisect")
     assert (code, err) == (0, "")

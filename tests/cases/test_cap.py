@@ -39,6 +39,9 @@ def on_ranks(model: nn.Module, inputs: Any, ranks: int, pins: dict[str, Any]) ->
     return lambda rt: ParallelModule(graph, plan, source, model, rt), mesh_of(plan)
 
 
+W4 = (1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
+
+
 def every_rank(mesh: Any, fn: Any) -> list[Any]:
     if mesh.size == 1:
         return [fn(Alone(mesh, torch.device("cpu")))]
@@ -58,7 +61,7 @@ class ConvNorm(nn.Module):
         return F.relu(self.bn(self.conv(x))).pow(2).mean()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", W4)
 def test_cap15_running_statistics_advance_once_a_step(ranks: int) -> None:
     """Statistics are of the whole batch, on ranks whose parts are of unequal scale; then the plain model evaluates."""
     torch.manual_seed(0)
@@ -87,7 +90,7 @@ def test_cap15_running_statistics_advance_once_a_step(ranks: int) -> None:
         torch.testing.assert_close(plain.eval()(x), eager.eval()(x), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", W4)
 @pytest.mark.parametrize("axis", ["dp", "tp"])
 def test_cap25_a_small_resnet(ranks: int, axis: str) -> None:
     torch.manual_seed(0)
@@ -623,7 +626,7 @@ class Mixture(nn.Module):
         return (h + self.moe(h)).pow(2).sum()
 
 
-@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+@pytest.mark.parametrize("ranks", W)
 def test_cap12_routing_by_nonzero(ranks: int) -> None:
     """Both batches, of which one leaves an expert empty; refused, with the line, under strict."""
     torch.manual_seed(2)
@@ -670,9 +673,13 @@ class Recurrent(nn.Module):
         return self.rnn(x)[0].pow(2).mean()
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("both", [False, True])
+RECURRENT = [
+    pytest.param(kind, layers, both, marks=() if kind == "LSTM" or both == (layers == 2) else pytest.mark.slow)
+    for kind in ("LSTM", "GRU", "RNN") for layers in (1, 2) for both in (False, True)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "layers", "both"), RECURRENT)
 def test_cap18_recurrent_layers(kind: str, layers: int, both: bool) -> None:
     torch.manual_seed(0)
     same(

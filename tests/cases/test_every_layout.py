@@ -27,10 +27,10 @@ def checked(name: str, *meshes: Mesh) -> None:
 QUICK = [n for n in FUNCTIONS if n not in LONG]
 
 
-@pytest.mark.parametrize("name", QUICK[::4])
+@pytest.mark.parametrize("name", QUICK[::5])
 def test_every_layout(name: str) -> None:
     """On 3 ranks, where a factor of the number of ranks and a halving cannot cancel; the others and more ranks are
-    run by hand, since all of them take five minutes."""
+    run by hand, since all of them take ten minutes."""
     checked(name, line(3))
 
 
