@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autopar import codegen, questions, sharding, tracer
 from autopar.candidates import Candidate, Task, plan_of, price_mesh, rank, solve_mesh
 from autopar.cost_model.clusters import load_cluster
-from autopar.cost_model.live import ROUND, ROUND_CPU, program_memory
+from autopar.cost_model.live import ROUND, ROUND_CPU, program_memory, save_memory
 from autopar.cost_model.local import local_cluster
 from autopar.cost_model.prices import MeshPrices
 from autopar.cost_model.replay import replay
@@ -529,7 +529,8 @@ def timeline_captured(captured: CapturedGraph, plan: records.Plan) -> Timeline:
     schedule = build_schedule("none", micro_batches=plan.schedule.micro_batches)
     found = simulate(schedule, [[work]])
     rounding = ROUND if plan.cluster.spec.backend == "nccl" else ROUND_CPU
-    return replace(found, memory=(program_memory(captured, program, state, rounding=rounding),))
+    memory = tuple(kind(captured, program, state, rounding=rounding) for kind in (program_memory, save_memory))
+    return replace(found, memory=memory)
 
 
 def emit_source(

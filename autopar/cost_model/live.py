@@ -25,6 +25,7 @@ ROUND = 512
 """Bytes of one unit of torch's CUDA caching allocator."""
 ROUND_CPU = 64
 """Bytes to which torch aligns what it allocates on a CPU."""
+STATE = "optimizer state"
 
 
 def program_memory(
@@ -35,7 +36,7 @@ def program_memory(
     live.run()
     state = live.state(state_bytes)
     peak, at, contributors = live.peak
-    contributors = contributors + Counter({"optimizer state": state})
+    contributors = contributors + Counter({STATE: state})
     listed = sorted(contributors.items(), key=lambda x: (-x[1], x[0]))
     return StageMemory(stage=0, peak_bytes=peak + state, at=at, contributors=tuple(listed))
 
@@ -86,14 +87,15 @@ class _Live:
                 numel = TensorMeta(
                     local_shape(parameter.meta.shape, layout, self.program.mesh), parameter.meta.dtype
                 ).numel
-                total += self._rounded(numel * state_bytes)
+                total += self.rounded(numel * state_bytes)
         return total
 
-    def _rounded(self, nbytes: int) -> int:
+    def rounded(self, nbytes: int) -> int:
+        """In whole units."""
         return -(-nbytes // self.rounding) * self.rounding
 
     def _new(self, meta: TensorMeta, owner: str) -> _Storage:
-        found = _Storage(self._rounded(meta.nbytes), owner)
+        found = _Storage(self.rounded(meta.nbytes), owner)
         return found
 
     def _hold(self, storage: _Storage) -> _Storage:
@@ -193,3 +195,24 @@ class _Live:
         for name, own in zip(names, inner, strict=True):
             if name is not None and own is not None:
                 self._set(held, name.name, made[own.name])
+
+
+def save_memory(captured: CapturedGraph, program: Program, state_bytes: int, *, rounding: int = ROUND) -> StageMemory:
+    """What a rank holds while `full_state_dict` gathers the model between two steps: every tensor whole beside its own.
+
+    Gradients are taken to be gone (`zero_grad`); weights tied under several names are gathered once.
+    """
+    live = _Live(captured, program, rounding)
+    own = {
+        "parameters": sum(
+            live.rounded(TensorMeta(local_shape(p.meta.shape, layout, program.mesh), p.meta.dtype).nbytes)
+            for p in captured.parameters
+            if (layout := program.parameters.get(p.name)) is not None
+        ),
+        "buffers": sum(live.rounded(b.meta.nbytes) for b in captured.buffers),
+        STATE: live.state(state_bytes),
+    }
+    metas = [p.meta for p in captured.parameters] + [b.meta for b in captured.buffers if b.persistent]
+    own["whole model, gathered"] = sum(live.rounded(meta.nbytes) for meta in metas)
+    listed = sorted(((what, size) for what, size in own.items() if size), key=lambda x: (-x[1], x[0]))
+    return StageMemory(stage=0, peak_bytes=sum(own.values()), at="checkpoint save", contributors=tuple(listed))

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar import api, codegen
-from autopar.cost_model.live import ROUND, ROUND_CPU, program_memory
+from autopar.cost_model.live import ROUND, ROUND_CPU, STATE, program_memory, save_memory
 from autopar.ir.plan import mesh_of
 from autopar.runtime.comm import Communicator
 from autopar.runtime.module import ParallelModule
@@ -20,8 +20,6 @@ from autopar.runtime.threads import run_threads
 from autopar.verification import objective
 from tests.cost_model.test_replay import planned
 from tests.models import tiny
-
-STATE = "optimizer state"
 
 
 class LiveBytes(TorchDispatchMode):
@@ -118,3 +116,17 @@ def test_contributors_and_rounding() -> None:
     assert any(what.startswith("transformer.h.1.") for what in owners)
     more = program_memory(captured, program, 12, rounding=1)
     assert more.peak_bytes == fine.peak_bytes + local
+
+
+def test_a_save_holds_the_whole_model_beside() -> None:
+    captured, plan = planned("gpt2", 2, {"dp": 2, "zero": 3})
+    program = codegen.lower(captured, plan, mesh_of(plan))
+    found = save_memory(captured, program, 8, rounding=1)
+    local = sum(p.bytes_per_device for p in plan.parameters.values())
+    whole = sum(p.meta.nbytes for p in captured.parameters)
+    kept = sum(b.meta.nbytes for b in captured.buffers)
+    gathered = whole + sum(b.meta.nbytes for b in captured.buffers if b.persistent)
+    assert found.peak_bytes == 3 * local + kept + gathered  # parameters and two moments, buffers
+    assert found.at == "checkpoint save"
+    shown = api.timeline_captured(captured, plan).memory
+    assert [m.at for m in shown][1] == "checkpoint save"
