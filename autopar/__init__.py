@@ -6,6 +6,7 @@ The names below are the public ones. They are imported when first used, so that 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,7 +68,25 @@ __all__ = [
 ]
 
 
+SUPPORTED_TORCH = "2.13"
+
+
+def _check_torch() -> None:
+    """ImportError if the torch that this process has loaded is of another minor version: its private API moves."""
+    torch = sys.modules.get("torch")
+    found = str(getattr(torch, "__version__", SUPPORTED_TORCH))
+    if found.split("+")[0].split(".")[:2] != SUPPORTED_TORCH.split("."):
+        raise ImportError(
+            f"autopar supports torch {SUPPORTED_TORCH}, found {found}: pip install 'torch=={SUPPORTED_TORCH}.*'"
+        )
+
+
+_check_torch()
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    found = getattr(importlib.import_module(_HOME[name]), name)
+    _check_torch()
+    return found

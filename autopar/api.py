@@ -28,6 +28,7 @@ from autopar.ir import cluster as description
 from autopar.ir import plan as records
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.layout import parse_layout, replicated
+from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
 from autopar.ir.plan import decode_plan, mesh_of
 from autopar.ir.program import Source
@@ -258,6 +259,7 @@ def plan_captured(
     candidates = _candidates(task, progress, dump)
     best: tuple[Candidate, Solution] | None = None
     bounds = []
+    stopped: list[Mesh] = []
     for i, candidate in enumerate(candidates):
         progress(f"solve {candidate.mesh}", i / len(candidates))
         solution = solve_mesh(
@@ -266,10 +268,12 @@ def plan_captured(
         if solution is None:
             continue
         bounds.append(solution.bound_us)
+        if solution.status is Status.TIME_LIMIT and not solution.choice:
+            stopped.append(candidate.mesh)
         if solution.choice and (best is None or rank(candidate, solution, options) < rank(*best, options)):
             best = candidate, solution
     if best is None:
-        raise _infeasible(task, candidates, progress)
+        raise _out_of_time(task, stopped) if stopped else _infeasible(task, candidates, progress)
     progress("write the plan", 1.0)
     plan = plan_of(task, best[0], _over_meshes(best[1], bounds, options))
     dump("plan", plan.to_json().decode())
@@ -310,6 +314,25 @@ def _over_meshes(solution: Solution, bounds: list[float], options: Options) -> S
     return replace(solution, bound_us=bound, status=Status.FEASIBLE)
 
 
+def _out_of_time(task: Task, meshes: list[Mesh]) -> InfeasibleError:
+    """Nothing is known not to fit: the search ended before it had a plan."""
+    return InfeasibleError(
+        f"{task.captured.model_name}: no plan was found in {task.options.time_limit_s:g} s (on mesh "
+        f"{', '.join(map(str, meshes[:3]))}): allow more with --time-limit",
+        needed_bytes=0,
+        budget_bytes=task.limit_bytes,
+        largest_terms=(),
+    )
+
+
+def _no_choice_since(candidates: list[Candidate]) -> str:
+    """The cuts that the meshes lack, as their tables note them: ": a dim of size 12 can't be cut 5 ways …"."""
+    kinds = ("indivisible", "role", "whole")
+    notes = [n.message for kind in kinds for c in candidates for n in c.table.notes if n.kind == kind]
+    meshes = ", ".join(str(c.mesh) for c in candidates[:3])
+    return f" on mesh {meshes}: " + ("; ".join(dict.fromkeys(notes[:3])) or "no layouts of its ops fit together")
+
+
 def _infeasible(task: Task, candidates: list[Candidate], progress: Progress) -> InfeasibleError:
     """Says what would fit: the smallest memory over all meshes, and what takes the most of it."""
     name, limit = task.captured.model_name, task.limit_bytes
@@ -321,7 +344,7 @@ def _infeasible(task: Task, candidates: list[Candidate], progress: Progress) -> 
             least.append((found.needed_bytes, i, found))
     if not least:
         return InfeasibleError(
-            f"{name}: no plan exists under these pins",
+            f"{name}: no plan exists under these pins{_no_choice_since(candidates)}",
             needed_bytes=0,
             budget_bytes=limit,
             largest_terms=(),

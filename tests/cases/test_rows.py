@@ -34,7 +34,6 @@ WAITING = {
     "OP-03": "uneven cuts",
     "OP-16": "uneven cuts",
     "OP-37": "uneven cuts",
-    "USE-08": "usability",
     "USE-14": "usability",
     "X-02": "uneven cuts",
     "X-04": "checkpoint",

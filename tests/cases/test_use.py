@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar import Options
+from autopar import Options, api
+from autopar.ir.solution import Solution, Status
 
 ROUNDING = 1e-9
 
@@ -163,3 +167,34 @@ def _half_way(plan: autopar.Plan) -> int:
 def test_use_05_an_unknown_name_gives_the_closest() -> None:
     with pytest.raises(autopar.UserError, match=r"'blocks.0.mpl.up' is no parameter.*did you mean blocks.0.mlp.up"):
         search(2).explain("blocks.0.mpl.up")
+
+
+@pytest.mark.parametrize("found", ["2.12.1", "2.14.0a0+git1", "3.13.0"])
+@pytest.mark.parametrize("first", ["torch", "autopar"])
+def test_use_08_another_torch_is_named_with_the_one_that_is_supported(found: str, first: str) -> None:
+    """Whether torch was loaded before autopar or by it. Seen to fail: no check."""
+    patch = f"import torch; torch.__version__ = {found!r}"
+    use = "import autopar" if first == "torch" else "import autopar\n" + patch + "\nautopar.search"
+    code = (patch + "\n" if first == "torch" else "") + use
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: autopar supports torch 2.13") and found in last
+
+
+def test_a_search_that_time_ended_does_not_say_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: "no plan exists under these pins" whatever ended the search."""
+    stopped = Solution(
+        status=Status.TIME_LIMIT, choice=(), objective_us=math.inf, bound_us=0.0, time_s=2.0, solver="none"
+    )
+    monkeypatch.setattr(api, "solve_mesh", lambda *_, **__: stopped)
+    with pytest.raises(autopar.InfeasibleError, match=r"no plan was found in 2 s \(on mesh dp=2\)"):
+        search(2, pins={"dp": 2}, time_limit_s=2.0)
+
+
+def test_no_choice_names_the_cuts_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: no reason."""
+    monkeypatch.setattr(api, "solve_mesh", lambda *_, **__: None)
+    monkeypatch.setattr(api, "minimise_memory", lambda *_, **__: None)
+    with pytest.raises(autopar.InfeasibleError, match=r"no plan exists under these pins on mesh dp=5: .*cut 5 ways"):
+        search(5, pins={"dp": 5})
