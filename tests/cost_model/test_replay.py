@@ -24,7 +24,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 2, {"dp": 2, "zero": 3}),
     ("gpt2", 3, {"dp": 3}),
     ("llama", 4, {"dp": 2, "tp": 2}),
-    ("convnet", 2, {"dp": 2}),  # collectives inside batch norm
+    ("convnet", 2, {"dp": 2}),
 ]
 
 
