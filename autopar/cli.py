@@ -451,8 +451,9 @@ def verify(
 def _show_report(report: Any, source: ModelSource, ranks: int, as_json: bool, every: bool) -> None:
     rows = [{"name": r.name, "layout": r.layout, "error": r.error, "tolerance": r.tolerance} for r in report.rows]
     first = report.first_difference
+    note = "; ".join(x for x in (source.note, report.note) if x)
     if as_json:
-        data = {"ok": report.ok, "model": source.name, "note": source.note, "ranks": ranks, "rows": rows}
+        data = {"ok": report.ok, "model": source.name, "note": note, "ranks": ranks, "rows": rows}
         data["first_difference"] = str(first) if first else None
         if report.bisection is not None:
             data["bisection"] = msgspec.to_builtins(report.bisection)
@@ -461,7 +462,7 @@ def _show_report(report: Any, source: ModelSource, ranks: int, as_json: bool, ev
     from autopar.present.tables import verify_table
 
     console = Console(highlight=False)
-    console.print(f"{source.name} on {ranks} ranks beside one device{f'; {source.note}' if source.note else ''}")
+    console.print(f"{source.name} on {ranks} ranks beside one device{f'; {note}' if note else ''}")
     console.print(verify_table(report.rows, every))
     if report.ok:
         shown = "all" if every else "the worst"

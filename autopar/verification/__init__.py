@@ -26,6 +26,10 @@ from autopar.verification.bisect import Bisection
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 LEARNING_RATE, EPS = 1e-3, 1e-4
 Tensors = dict[str, Tensor]
+DRAWN_ALIKE = (
+    "the model draws random numbers: one device ran its captured graph, which draws what every plan draws "
+    "(docs/randomness.md); eager PyTorch draws others"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +60,14 @@ class Row:
 class VerifyReport:
     """What was compared, in the order loss, gradients, parameters, optimizer state, buffers.
 
-    `bisection`: where the first difference comes from, if that was asked for.
+    `bisection`: where the first difference comes from, if that was asked for. `note`: what one device ran, if that
+    was not the model itself.
     """
 
     ranks: int
     rows: tuple[Row, ...]
     bisection: Bisection | None = None
+    note: str = ""
 
     @property
     def ok(self) -> bool:
@@ -79,9 +85,10 @@ class VerifyReport:
             worst = max(self.rows, key=lambda r: r.error / (r.tolerance or 1.0))
             return (
                 f"{len(self.rows)} tensors equal one device's on {self.ranks} ranks; "
-                f"largest error {worst.error:.1e} in {worst.name}"
+                f"largest error {worst.error:.1e} in {worst.name}{f'; {self.note}' if self.note else ''}"
             )
-        more = [str(self.bisection)] if self.bisection is not None else []
+        more = [self.note] if self.note else []
+        more += [str(self.bisection)] if self.bisection is not None else []
         return "\n".join(
             [f"{len(wrong)} of {len(self.rows)} tensors differ on {self.ranks} ranks:", *map(str, wrong[:20]), *more]
         )

@@ -23,9 +23,6 @@ KINDS = ("CAP", "OP", "NUM", "CLU", "USE", "X")
 WAITING = {
     "NUM-07": "pipeline",
     "NUM-13": "pipeline",
-    "NUM-15": "random draws",
-    "NUM-16": "random draws",
-    "NUM-18": "recompute",
     "NUM-19": "recompute",
     "NUM-26": "pipeline",
     "NUM-28": "pipeline",
