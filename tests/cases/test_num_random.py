@@ -256,8 +256,8 @@ def _trained(seed: int) -> list[float]:
 
 @pytest.mark.ranks
 def test_num15_processes_under_the_searched_plan() -> None:
-    """The same losses on 1 and 3 processes and again; another seed trains otherwise."""
-    one = launch(_trained, 1, (5,), timeout_s=120)
-    three = launch(_trained, 3, (5,), timeout_s=120)
-    assert three == pytest.approx(one, rel=1e-10)
-    assert launch(_trained, 1, (6,), timeout_s=120) != pytest.approx(one, rel=1e-3)
+    """The same losses again and on three processes; another seed trains otherwise."""
+    one = _trained(5)
+    assert _trained(5) == one
+    assert _trained(6) != pytest.approx(one, rel=1e-3)
+    assert launch(_trained, 3, (5,), timeout_s=200) == pytest.approx(one, rel=1e-10)
