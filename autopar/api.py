@@ -40,9 +40,7 @@ from autopar.present.plan_diff import PlanDiff, diff_plans
 from autopar.present.plan_text import plan_text
 from autopar.present.report import write_report
 from autopar.questions import Explanation, WhyNot
-from autopar.runtime.agree import agree as agree_among
-from autopar.runtime.agree import from_first
-from autopar.runtime.agreement import agree, parts_of
+from autopar.runtime.agreement import agree, agree_among, from_first, parts_of
 from autopar.runtime.calls import Request
 from autopar.runtime.comm import Alone, Communicator
 from autopar.runtime.deferred import DeferredModule

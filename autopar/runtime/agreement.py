@@ -1,7 +1,11 @@
-"""Before ranks form groups: do they hold the same plan and program, made by the same versions?
+"""Ranks that decide alike: what each holds is compared, and what rank 0 found is handed to the others.
 
-Each rank puts a digest into the store through which the process group was formed. Rank 0 compares and tells all. Only
-if they differ do texts travel: then every rank ends with the same error.
+`agree`, before groups form: the same plan and program, made by the same versions? Each rank puts a digest into the
+store through which the process group was formed. Rank 0 compares and tells all. Only if they differ do texts travel:
+then every rank ends with the same error.
+
+`agree_among` and `from_first`, between calls, where there is a communicator and no store (threads, or one device): by
+its collectives.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import hashlib
 import importlib.metadata
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count, zip_longest
 from typing import Any
 
@@ -18,9 +22,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Source
+from autopar.runtime.comm import Communicator
 from autopar.runtime.torch_private import default_store
 
 _AGREED = b"agreed"
@@ -110,3 +115,44 @@ def _first_difference(a: int, b: int, mine: Parts, theirs: Parts) -> str:
                 where = f"{part} line {line}" if "\n" in mine[part] else part
                 return f"first difference, {where}:\n  rank {a}: {x.strip()}\n  rank {b}: {y.strip()}"
     return "they hold different parts"
+
+
+def agree_among(rt: Communicator, text: str, what: str) -> None:
+    """PlanError on every rank if `text` is not the same on all. Collective."""
+    if rt.mesh.size == 1:
+        return
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    ends = torch.tensor([digest, -digest], dtype=torch.int64, device=rt.device)
+    for axis in rt.mesh.axes:
+        ends = rt.all_reduce_max(ends, axis.name)
+    if int(ends[0]) != -int(ends[1]):
+        raise PlanError(f"{what}: ranks differ. Call the module alike on every rank, with inputs of the same shapes")
+
+
+def from_first(rt: Communicator, make: Callable[[], bytes]) -> bytes:
+    """What `make` gives on rank 0. Where it raises an error of ours, the others raise PlanError with its message."""
+    if rt.mesh.size == 1:
+        return make()
+    failed: AutoparError | None = None
+    data = b""
+    if rt.rank == 0:
+        try:
+            data = b"+" + make()
+        except AutoparError as error:
+            failed, data = error, b"-" + str(error).encode()
+    length = _sum(rt, torch.tensor([len(data)], dtype=torch.int64, device=rt.device))
+    size = int(length[0])
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(size, dtype=torch.uint8)
+    found = bytes(_sum(rt, own.to(rt.device, torch.int32)).to("cpu", torch.uint8).numpy())
+    if failed is not None:
+        raise failed
+    if found[:1] == b"-":
+        raise PlanError(f"rank 0: {found[1:].decode()}")
+    return found[1:]
+
+
+def _sum(rt: Communicator, x: torch.Tensor) -> torch.Tensor:
+    """Over all ranks: all but rank 0 add zeros."""
+    for axis in rt.mesh.axes:
+        x = rt.all_reduce(x, axis.name)
+    return x

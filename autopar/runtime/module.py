@@ -26,7 +26,7 @@ from autopar.ir.layout import Layout, parse_layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Source
-from autopar.runtime.agree import agree
+from autopar.runtime.agreement import agree_among
 from autopar.runtime.calls import (
     Planned,
     Request,
@@ -169,7 +169,7 @@ class ParallelModule(nn.Module):
         wanted = {"seed", "step"}
         if set(state) != wanted or not all(type(v) is int and -(2**63) <= v < 2**63 for v in state.values()):
             raise InputError(f"an rng state has whole numbers of 64 bits for 'seed' and 'step'; got {dict(state)}")
-        agree(self._autopar.rt, str(sorted(state.items())), f"rng state {dict(state)}")
+        agree_among(self._autopar.rt, str(sorted(state.items())), f"rng state {dict(state)}")
         self._autopar.seed, self._autopar.step = state["seed"], state["step"]
 
     def full_state_dict(self) -> dict[str, Tensor]:
