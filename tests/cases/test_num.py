@@ -456,7 +456,7 @@ def test_num21_strategies_train_as_one_device(layers: int, names: tuple[str, ...
 
 
 def test_num21_a_loss_counts_more_labels_than_half_precision_can() -> None:
-    """300 labels, 301 in all on three ranks: in bfloat16 a count ends at 256. Seen to fail: the count in bfloat16."""
+    """300 labels, 301 in all on three ranks: in bfloat16 a count ends at 256. Seen to fail: sums in bfloat16."""
     model = nn.Linear(4, 3)
 
     class Loss(nn.Module):
