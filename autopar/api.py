@@ -18,7 +18,7 @@ from autopar import codegen, questions, sharding, tracer
 from autopar.candidates import Candidate, Task, plan_of, price_mesh, rank, solve_mesh
 from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.live import ROUND, ROUND_CPU, program_memory, save_memory
-from autopar.cost_model.local import local_cluster
+from autopar.cost_model.local import fingerprint, local_cluster
 from autopar.cost_model.prices import MeshPrices
 from autopar.cost_model.replay import replay
 from autopar.cost_model.search_space import mesh_candidates
@@ -31,6 +31,7 @@ from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
 from autopar.ir.plan import decode_plan, mesh_of
+from autopar.ir.profile import refuse_foreign
 from autopar.ir.program import Source
 from autopar.ir.schedules import build_schedule
 from autopar.ir.solution import Solution, Status
@@ -390,10 +391,12 @@ def compile(
 
     Raises:
         PlanError: the plan is for another model, or for another number of ranks than were started.
+        ClusterError: the cluster's profile was measured on other hardware.
     """
     if cluster is None and plan is None:
         raise UserError("compile needs a cluster or a plan")
     options = options or Options(precision=plan.precision if plan else "fp32")
+    _refuse_foreign("compile", plan.cluster.spec if plan is not None else cluster)
     started = ranks_started()
     wanted = plan.cluster.devices if plan is not None else cluster.devices if cluster is not None else 1
     if started != wanted:
@@ -405,6 +408,12 @@ def compile(
         )
     args, kwargs = _call(example_inputs)
     return compile_on(model, _started, cluster, args, kwargs, plan=plan, options=options)
+
+
+def _refuse_foreign(what: str, cluster: description.ClusterSpec | None) -> None:
+    """ClusterError if a cluster's profile was measured on other hardware than what is about to run."""
+    if cluster is not None and cluster.profile is not None:
+        refuse_foreign(cluster.profile, fingerprint(), f"{what} on {cluster.name}")
 
 
 def _started(plan: records.Plan, source: Source) -> Communicator:

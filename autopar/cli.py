@@ -507,20 +507,35 @@ def clusters(*, json_: Json = False) -> None:
 @app.command
 def profile(
     *,
-    ranks: Annotated[int, Parameter(help="Ranks that measure at the same time.")] = 2,
+    ranks: Annotated[
+        int | None, Parameter(help="Ranks that measure at the same time; default 2, or those of torchrun.")
+    ] = None,
     output: Annotated[Path, Parameter(name=["--output", "-o"], help="Where to write the cluster as TOML.")],
+    seconds: Annotated[float, Parameter(help="About how long to measure.")] = 90.0,
+    json_: Json = False,
 ) -> None:
-    """Measure this machine, and write it as a cluster description."""
+    """Measure this machine or, under torchrun, this cluster, and write it as a cluster description with its profile."""
     arguments.check_positive("--ranks", ranks)
+    arguments.check_positive("--seconds", seconds)
     arguments.check_writable("-o", output)
-    with working("profile") as progress:
-        progress("import torch", 0.0)
-        from autopar.cost_model.clusters import dump_cluster
-        from autopar.cost_model.local import local_cluster
+    from autopar.profiling.run import profile_here
 
-        text = dump_cluster(local_cluster(ranks, fresh=True))
-    output.write_text(text)
-    print(f"written to {output}; use it with `--cluster {output}`")
+    spec = profile_here(ranks, output, seconds)
+    if spec is None:
+        return
+    assert spec.profile is not None
+    found = spec.profile
+    if json_:
+        points = sum(len(c.sizes) for c in found.curves) + sum(len(c.sizes) for c in found.links)
+        print(json.dumps({"written": str(output), "ranks": found.ranks, "points": points, "notes": list(found.notes)}))
+        return
+    from autopar.present.tables import profile_table
+
+    console = Console(highlight=False)
+    console.print(profile_table(found))
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(f"written to {output}; use it with `--cluster {output}`", markup=False)
 
 
 @app.command

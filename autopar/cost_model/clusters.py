@@ -20,6 +20,7 @@ from autopar.cost_model.catalogue import Preset, expand, list_presets, preset_na
 from autopar.errors import ClusterError
 from autopar.ir.cluster import ClusterSpec, Device, Host
 from autopar.ir.graph import ITEM_BYTES
+from autopar.ir.profile import problems as profile_problems
 
 __all__ = ["Preset", "dump_cluster", "list_presets", "load_cluster", "parse_cluster", "read_cluster"]
 
@@ -133,6 +134,8 @@ def _problems(spec: ClusterSpec) -> Iterator[str]:
         sizes = " × ".join(str(level.size) for level in spec.levels)
         yield f"level sizes {sizes} multiply to {product}, but groups hold {spec.devices} devices"
     yield from _host_problems(spec.host)
+    if spec.profile is not None:
+        yield from (f"profile.{problem}" for problem in profile_problems(spec.profile))
     if spec.backend not in ("nccl", "gloo"):
         yield f"backend is {spec.backend!r}; wanted 'nccl' or 'gloo'"
 
@@ -173,15 +176,21 @@ def _outside(where: str, value: float, least: float, most: float, unit: str) -> 
 def dump_cluster(spec: ClusterSpec) -> str:
     """The cluster as TOML that `read_cluster` reads back to an equal one."""
     data = msgspec.to_builtins(spec)
+    if spec.profile is None:
+        del data["profile"]
     return "\n".join(_emit(data, "")).lstrip("\n") + "\n"
 
 
 def _emit(table: dict[str, Any], path: str) -> Iterator[str]:
-    """Lines of a TOML table: plain values first, then tables and arrays of tables."""
-    plain = {key: value for key, value in table.items() if not isinstance(value, (dict, list, tuple))}
-    for key, value in plain.items():
-        yield f"{_key(key)} = {_scalar(value)}"
+    """Lines of a TOML table: plain values and lists of them first, then tables and arrays of tables."""
     for key, value in table.items():
+        if isinstance(value, (list, tuple)) and value and not isinstance(value[0], dict):
+            yield f"{_key(key)} = [{', '.join(map(_scalar, value))}]"
+        elif not isinstance(value, (dict, list, tuple)):
+            yield f"{_key(key)} = {_scalar(value)}"
+    for key, value in table.items():
+        if isinstance(value, (list, tuple)) and not (value and isinstance(value[0], dict)):
+            continue
         inner = f"{path}{_key(key)}"
         if isinstance(value, dict):
             yield from ("", f"[{inner}]", *_emit(value, inner + "."))

@@ -4,6 +4,9 @@
 tensor, whole on this axis; of an all-gather what is there after; of a reduce-scatter and a slice, before; of an
 all-to-all the device's own piece. A slice reads and writes 2·(V/n) at memory bandwidth; one of the leading dim is a
 view and costs 0.
+
+On a cluster with a profile a level's latency and volume are read off the measured curve of the collective in that
+level, at the bytes that the level sees: the least time is the latency, what is above it the volume.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable
 
 from autopar.cost_model.device import memory_bytes_per_us
 from autopar.cost_model.groups import Levels, group_levels, group_us
+from autopar.cost_model.measured import Measured, measured_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import ITEM_BYTES, TensorMeta
 from autopar.ir.layout import Kind, Layout, divides
@@ -37,7 +41,32 @@ def collective_us(collective: Collective, nbytes: float, axis: str, mesh: Mesh, 
     """µs of one collective on `axis`; `nbytes`: what one device holds on the larger side (module docstring)."""
     if collective is Collective.SLICE:
         return _copy_us(nbytes / mesh.axis(axis).size, cluster)
-    return group_us(collective, nbytes, spans(axis, mesh, cluster))
+    groups = spans(axis, mesh, cluster)
+    measured = measured_of(cluster.profile)
+    found = _measured_us(collective, nbytes, groups, measured) if measured is not None and groups else None
+    return group_us(collective, nbytes, groups) if found is None else found
+
+
+def _measured_us(collective: Collective, nbytes: float, levels: Levels, measured: Measured) -> float | None:
+    """Composed of the levels' curves as `groups` composes its terms; None where a level has no curve."""
+    whole, inside = math.prod(n for n, _ in levels), 1
+    latency, volume = 0.0, 0.0
+    for at, (n, link) in enumerate(levels):
+        kinds: tuple[Collective, ...] = (collective,)
+        seen, messages = nbytes / inside, 1
+        if collective is Collective.ALL_TO_ALL:
+            seen, messages = nbytes * inside * n / whole, inside
+        elif collective is Collective.ALL_REDUCE and at < len(levels) - 1:
+            kinds = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+        moved = 0.0
+        for kind in kinds:
+            floor = measured.collective_us(kind.value, link.name, n, 0.0)
+            us = measured.collective_us(kind.value, link.name, n, seen)
+            if floor is None or us is None:
+                return None
+            latency, moved = latency + messages * floor, moved + us - floor
+        volume, inside = max(volume, moved), inside * n
+    return latency + volume
 
 
 def _copy_us(nbytes: float, cluster: ClusterSpec) -> float:

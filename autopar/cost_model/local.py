@@ -34,6 +34,7 @@ import autopar
 from autopar.cost_model.catalogue import Preset, device_of, list_presets
 from autopar.errors import ClusterError
 from autopar.ir.cluster import ClusterSpec, Device, DeviceGroup, Host, LinkLevel
+from autopar.ir.profile import Fingerprint
 
 CACHE_FORMAT = 1
 INTERVALS, INTERVAL_S = 3, 0.06
@@ -133,6 +134,15 @@ def _cpu() -> str:
 def _cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def fingerprint() -> Fingerprint:
+    """The hardware that a profile measured here holds for."""
+    memory = round(psutil.virtual_memory().total / 2**30)
+    if torch.cuda.is_available():
+        name, count = torch.cuda.get_device_name(0), torch.cuda.device_count()
+        return Fingerprint(kind="cuda", device=name, cores=_cores(), memory_gib=memory, gpus=count)
+    return Fingerprint(kind="cpu", device=_cpu(), cores=_cores(), memory_gib=memory)
 
 
 # ---- descriptions

@@ -5,6 +5,8 @@
 F is the achieved rate for the dtype, M the achieved memory bandwidth, floor the least time of one kernel. The first
 term makes the rate saturate with size x in flops: x/(floor + x/F) = F·x/(x + F·floor), half of F at x = F·floor, and
 tiny matrices cost the floor (the (r∞, n½) form of Hockney and Jesshope 1981). Views and aliases cost 0.
+
+On a cluster with a profile, what has a measured curve has that curve's time, views too (`cost_model.measured`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 
 from autopar import ops
 from autopar.cost_model.device import flops_per_us, memory_bytes_per_us
+from autopar.cost_model.measured import measured_of, work_of
 from autopar.ir.cluster import ClusterSpec, Device
 from autopar.ir.graph import ITEM_BYTES, Node, TensorMeta
 
@@ -27,8 +30,8 @@ STATE_PASSES = 2
 class OpCost:
     """Time, floating point operations and bytes moved of one op on one device.
 
-    `source`: "calibrated" (this roofline on rates measured on the machine), "analytic" (on described rates), or
-    "estimated" (a rate that the description lacks).
+    `source`: "measured" (on a curve of the profile), "calibrated" (a neighbouring or corrected curve, or this roofline
+    on rates measured on the machine), "analytic" (on described rates), or "estimated" (a rate that is not described).
     """
 
     us: float
@@ -44,10 +47,18 @@ def op_cost(
     node: Node, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...], cluster: ClusterSpec
 ) -> OpCost:
     """Cost of `node` on the slowest device of `cluster`; metas are local, `inputs` in the order of `node.refs`."""
-    if ops.is_view(node.op):
+    measured = measured_of(cluster.profile)
+    view = ops.is_view(node.op)
+    if view and measured is None:
         return FREE
-    flops, moved = ops.flops(node, inputs, outputs), ops.moved_bytes(node, inputs, outputs)
+    flops, moved = (0.0, 0) if view else (ops.flops(node, inputs, outputs), ops.moved_bytes(node, inputs, outputs))
     dtype = compute_dtype(inputs, outputs)
+    if measured is not None:
+        found = measured.op_us(work_of(node, inputs, outputs, flops, moved, dtype))
+        if found is not None:
+            return OpCost(found[0], flops, moved, found[1])
+        if view:
+            return FREE
     return max((roofline(flops, moved, dtype, group.device) for group in cluster.groups), key=lambda cost: cost.us)
 
 
@@ -79,4 +90,8 @@ def optimizer_us(numel: int, dtype: str, state_bytes_per_parameter: float, clust
     separate passes (`foreach=False, fused=False`) moves two to three times as much.
     """
     moved = numel * (PARAMETER_PASSES * ITEM_BYTES[dtype] + STATE_PASSES * state_bytes_per_parameter)
+    measured = measured_of(cluster.profile)
+    found = measured.optimizer_us(moved) if measured is not None else None
+    if found is not None:
+        return found
     return max(moved / memory_bytes_per_us(group.device) for group in cluster.groups)

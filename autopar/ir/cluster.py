@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from autopar.ir.profile import Profile
+
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kind of device.
@@ -64,7 +66,10 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Devices and links. `levels` sizes multiply to the number of devices. `backend` is "gloo" or "nccl"."""
+    """Devices and links. `levels` sizes multiply to the number of devices. `backend` is "gloo" or "nccl".
+
+    `profile`: times measured on it, which count before the figures of devices and levels.
+    """
 
     name: str
     groups: tuple[DeviceGroup, ...]
@@ -72,6 +77,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host: Host = Host()
     backend: str = "nccl"
     date: str = ""
+    profile: Profile | None = None
 
     @property
     def devices(self) -> int:

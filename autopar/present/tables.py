@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from rich.table import Table
 
+from autopar.ir.profile import BY_FLOPS, Profile
 from autopar.present.words import bytes_words, count_words
 
 ROWS_SHOWN = 12
@@ -63,6 +64,26 @@ def clusters_table(rows: Iterable[dict[str, Any]]) -> Table:
         devices = row["devices"] if row["unit"] == "node" else 1
         memory, peak = bytes_words(row["memory_bytes"]), f"{row['bf16_flops'] / 1e12:.0f}"
         table.add_row(row["name"], f"{devices} × {row['device']}", memory, peak, row["inside"], row["between"])
+    return table
+
+
+def profile_table(profile: Profile) -> Table:
+    """One row a curve: its least time, its largest rate and where it did not settle."""
+    table = plain_table("measured", "dtype", "least µs", "most per µs", "unstable", right=("least µs", "most per µs"))
+    for curve in profile.curves:
+        unit = "flops" if curve.work in BY_FLOPS else "bytes"
+        rate = max(size / time for size, time in zip(curve.sizes, curve.p50, strict=True))
+        shaky = f"{len(curve.unstable)} of {len(curve.sizes)}" if curve.unstable else ""
+        name = " ".join(filter(None, (curve.work, curve.shape)))
+        per = f"{count_words(rate)} {unit}" if len(curve.sizes) > 1 else ""
+        table.add_row(name, curve.dtype, f"{curve.p50[0]:.1f}", per, shaky)
+    for link in profile.links:
+        rate = max(size / time for size, time in zip(link.sizes, link.p50, strict=True))
+        shaky = f"{len(link.unstable)} of {len(link.sizes)}" if link.unstable else ""
+        name = f"{link.collective} of {link.members}, {link.level}"
+        table.add_row(name, "", f"{link.p50[0]:.1f}", f"{count_words(rate)} bytes", shaky)
+    for what, factor in profile.overlap.items():
+        table.add_row(f"{what} while both run", "", "", f"{factor:.2f} times slower", "")
     return table
 
 

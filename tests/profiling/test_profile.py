@@ -1,0 +1,188 @@
+"""`autopar profile`: points kept and gone on from, curves made of them, and the command on its smallest budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from autopar import cli
+from autopar.cost_model.clusters import load_cluster
+from autopar.cost_model.local import fingerprint
+from autopar.errors import ClusterError, UserError
+from autopar.ir.profile import LinkCurve
+from autopar.profiling import run as running
+from autopar.profiling.clock import Crew, MeasureError, Timed, quantiles, spread, time_calls
+from autopar.profiling.partial import Partial, Point, curves_of, path_of, read_partial, write_partial
+from autopar.profiling.run import profile_here, ring_figures
+from autopar.profiling.works import work_specs
+
+LIKE = Partial(hardware=fingerprint(), torch=str(torch.__version__), ranks=1, threads=1)
+KEY = ("matmul", "square", "float32")
+
+
+def point(
+    size: float, p50: float, *, kind: str = "work", key: tuple[str, str, str] = KEY, stable: bool = True
+) -> Point:
+    """With quantiles around p50."""
+    return Point.of(kind, key, int(size), size, Timed(p50 * 0.9, p50, p50 * 1.1, stable))
+
+
+def test_partial_files_come_back(tmp_path: Path) -> None:
+    path = path_of(tmp_path / "here.toml")
+    assert read_partial(path, LIKE) == (LIKE, "")
+    kept = msgspec.structs.replace(LIKE, points=(point(8, 1.0), point(16, 2.0)), notes=("one",))
+    write_partial(path, kept)
+    found, word = read_partial(path, LIKE)
+    assert found == kept
+    assert "2 points are there" in word
+    assert [p.name for p in tmp_path.iterdir()] == ["here.toml.partial"]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, -1])
+def test_truncated_partial_files_are_measured_again(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "p"
+    write_partial(path, msgspec.structs.replace(LIKE, points=(point(8, 1.0),)))
+    path.write_bytes(path.read_bytes()[:cut])
+    found, word = read_partial(path, LIKE)
+    assert found == LIKE
+    assert "measuring all of them" in word and "\n" not in word
+
+
+def test_partial_files_with_unknown_keys_are_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    path.write_bytes(msgspec.json.encode({**msgspec.to_builtins(LIKE), "colour": "red"}))
+    found, word = read_partial(path, LIKE)
+    assert found == LIKE
+    assert "colour" in word
+
+
+@pytest.mark.parametrize("name", ["hardware", "ranks", "threads", "torch"])
+def test_points_of_another_machine_are_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "p"
+    other = {"hardware": msgspec.structs.replace(LIKE.hardware, cores=999), "ranks": 7, "threads": 9, "torch": "0.1"}
+    write_partial(path, msgspec.structs.replace(LIKE, **{name: other[name]}))
+    with pytest.raises(ClusterError, match=f"was measured with {name}") as caught:
+        read_partial(path, LIKE)
+    assert "\n" not in str(caught.value)
+
+
+def test_curves_are_in_order_and_never_fall() -> None:
+    link = ("all_reduce", "loopback", "2")
+    curves, links = curves_of(
+        [point(32, 3.0), point(8, 2.0), point(16, 1.0, stable=False), point(64, 5.0, kind="link", key=link)]
+    )
+    (curve,) = curves
+    assert (curve.key, curve.sizes, curve.unstable) == (KEY, (8, 16, 32), (16,))
+    assert curve.p50 == pytest.approx((2**0.5, 2**0.5, 3.0), rel=1e-4)
+    assert [(c.collective, c.level, c.members, c.p50) for c in links] == [("all_reduce", "loopback", 2, (5.0,))]
+
+
+def test_alpha_and_beta_of_a_ring_come_back() -> None:
+    n, latency, bandwidth = 4, 5.0, 100.0
+    sizes = (1e3, 1e6)
+    times = tuple(2 * (n - 1) * latency + 2 * (n - 1) / n * size / bandwidth for size in sizes)
+    curve = LinkCurve(
+        collective="all_reduce", level="l", members=n, sizes=sizes, p10=times, p50=times, p90=times
+    )  # fmt: skip
+    assert ring_figures(curve) == pytest.approx((latency, bandwidth))
+
+
+def test_quantiles() -> None:
+    assert quantiles([float(n) for n in range(10, -1, -1)]) == (1.0, 5.0, 9.0)
+    assert spread([2.0, 2.0, 2.0]) == 0
+
+
+ALONE = Crew(0, 1, torch.device("cpu"))
+
+
+def test_what_fails_is_named() -> None:
+    def prepare() -> tuple[object, int]:
+        raise ValueError("no such\nkernel")
+
+    with pytest.raises(MeasureError, match="ValueError: no such kernel"):
+        time_calls(ALONE, prepare, 0.01)  # type: ignore[arg-type]
+
+
+def test_every_kind_of_work_runs_at_its_least_size() -> None:
+    for spec in work_specs("cpu"):
+        made = spec.make(min(spec.scales), getattr(torch, spec.dtype or "float32"), ALONE.device)
+        for call in range(3):
+            made.call(call)
+        assert made.size > 0 and made.out_bytes >= 0, spec.key
+
+
+def test_smallest_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What time did not allow is said; the file is a cluster and no points are left beside it."""
+    output = tmp_path / "here.toml"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["profile", "--ranks", "1", "--seconds", "0.5", "-o", str(output), "--json"])
+    assert not ended.value.code
+    said = json.loads(capsys.readouterr().out)
+    assert said["points"] > 0
+    assert any("time was up" in note for note in said["notes"])
+    assert [p.name for p in tmp_path.iterdir()] == ["here.toml"]
+    spec = load_cluster(str(output))
+    assert spec.profile is not None
+    assert (spec.devices, spec.profile.ranks, spec.profile.hardware) == (1, 1, fingerprint())
+    assert "time was up" in spec.profile.notes[0]
+
+
+def test_two_ranks_measure_links(tmp_path: Path) -> None:
+    spec = profile_here(2, tmp_path / "here.toml", 0.5)
+    assert spec is not None and spec.profile is not None
+    assert (spec.devices, spec.profile.ranks, [level.size for level in spec.levels]) == (2, 2, [2])
+    assert set(spec.profile.overlap) == {"compute", "communication"}
+    assert load_cluster(str(tmp_path / "here.toml")) == spec
+
+
+def test_a_stopped_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Points that are there are not measured again; the rest are."""
+    output = tmp_path / "here.toml"
+    asked: list[float] = []
+
+    def stop_at_third(crew: Crew, prepare: Callable[[], tuple[Any, int]], seconds: float) -> Timed:
+        asked.append(seconds)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        prepare()
+        return Timed(1.0, 2.0, 3.0, True)
+
+    monkeypatch.setattr(running, "SAVED_EVERY_S", 0.0)
+    monkeypatch.setattr(running, "time_calls", stop_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        profile_here(1, output)
+    first, _ = read_partial(path_of(output), LIKE)
+    assert len(first.points) == 2 and not output.exists()
+    kept = msgspec.structs.replace(first, points=tuple(msgspec.structs.replace(p, p10=0.7) for p in first.points))
+    write_partial(path_of(output), kept)
+
+    def quick(crew: Crew, prepare: Callable[[], tuple[Any, int]], seconds: float) -> Timed:
+        prepare()
+        asked.append(seconds)
+        return Timed(1.0, 2.0, 3.0, True)
+
+    jobs = running._Run._jobs
+    monkeypatch.setattr(running._Run, "_jobs", lambda self: jobs(self)[:5])
+    monkeypatch.setattr(running, "time_calls", quick)
+    asked.clear()
+    spec = profile_here(1, output)
+    assert len(asked) == 3
+    assert "going on from" in capsys.readouterr().err
+    assert spec is not None and spec.profile is not None
+    assert sum(p == 0.7 for c in spec.profile.curves for p in c.p10) == 2
+    assert not path_of(output).exists()
+
+
+def test_ranks_are_torchruns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(UserError, match="torchrun started 1"):
+        profile_here(3, tmp_path / "here.toml")
