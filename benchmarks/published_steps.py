@@ -70,7 +70,6 @@ UNSAID = {
     "known cuDNN regression": "a release with a known fault",
     "stage_gpus=[": "stages of unequal device groups",
     "HF-Trainer": "an eager trainer's adapters",
-    "micro_num=": "memory read with an unknown tool, pools included",
 }
 """What a note says -> why a configuration can't say it."""
 

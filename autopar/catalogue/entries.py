@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import os
 import tomllib
 from importlib import resources
@@ -111,6 +112,19 @@ def resolve(model: str) -> Named:
             raise UserError(f"model {model!r}: wanted package.module:factory")
         return Named(factory=(module, attribute))
     raise UserError(_unknown(model))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What a Hugging Face config file holds, `model_type` among it. UserError where it can't be read."""
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"model {path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"model {path}: malformed JSON ({' '.join(str(error).split())})") from None
+    if not isinstance(data, dict) or "model_type" not in data:
+        raise UserError(f"model {path}: no model_type in it; wanted a Hugging Face config.json")
+    return data
 
 
 def _unknown(model: str) -> str:

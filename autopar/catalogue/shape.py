@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 import tomllib
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from autopar.catalogue.entries import resolve
+from autopar.catalogue.entries import read_config, resolve
 from autopar.errors import UserError
 from autopar.ir.transformer import Experts, Latent, Transformer
 
@@ -66,20 +64,8 @@ def transformer_of(model: str) -> Transformer:
         family, row = named.entry.family, named.entry.row
         return transformer_from(model, family.model_type, family.tiny if named.tiny else row.config)
     assert named.config is not None
-    data = _read(named.config)
+    data = read_config(named.config)
     return transformer_from(named.config.resolve().parent.name, str(data.pop("model_type")), data)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise UserError(f"model {path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"model {path}: malformed JSON ({' '.join(str(error).split())})") from None
-    if not isinstance(data, dict) or "model_type" not in data:
-        raise UserError(f"model {path}: no model_type in it; wanted a Hugging Face config.json")
-    return data
 
 
 def transformer_from(name: str, model_type: str, config: dict[str, Any]) -> Transformer:

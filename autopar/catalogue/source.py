@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autopar.catalogue.entries import TINY, Entry, InputKind, resolve
+from autopar.catalogue.entries import TINY, Entry, InputKind, read_config, resolve
 from autopar.catalogue.factory import Inputs, call_factory, count_tokens
 from autopar.catalogue.inputs import DEFAULT_BATCH, Maker, checked_sequence, example_inputs
 from autopar.errors import UserError
@@ -158,14 +157,7 @@ def _transformers() -> Any:
 
 def _read_config(path: Path) -> tuple[str, Any, str]:
     """(name, config, class name) of a Hugging Face config file."""
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise UserError(f"model {path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"model {path}: malformed JSON ({_one_line(error)})") from None
-    if not isinstance(data, dict) or "model_type" not in data:
-        raise UserError(f"model {path}: no model_type in it; wanted a Hugging Face config.json")
+    data = read_config(path)
     kind = data.pop("model_type")
     try:
         config = _transformers().AutoConfig.for_model(kind, **data)

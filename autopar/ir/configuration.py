@@ -107,10 +107,8 @@ def check_configuration(config: Configuration, model: Transformer, devices: int)
 def _check_experts(config: Configuration, model: Transformer) -> None:
     if config.ep > 1 and model.experts is None:
         raise UserError(f"ep {config.ep}: {model.name} has no experts")
-    if model.experts is not None and (
-        model.experts.count % config.ep or (config.tp * config.dp * config.cp) % config.ep
-    ):
+    ranks = config.tp * config.dp * config.cp
+    if model.experts is not None and (model.experts.count % config.ep or ranks % config.ep):
         raise UserError(
-            f"ep {config.ep}: wanted a divisor of {model.experts.count} experts and of tp × dp × cp = "
-            f"{config.tp * config.dp * config.cp}"
+            f"ep {config.ep}: wanted a divisor of {model.experts.count} experts and of tp × dp × cp = {ranks}"
         )

@@ -41,24 +41,32 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return f"{self.device} ({self.cores} cores, {self.memory_gib} GiB{cards})"
 
 
-class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Time of one kind of work over its size; µs.
+class Points(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Time over size; µs.
 
     Attributes:
-        work: an op class (`op_class`), or "send", "host_to_device", "nvme_read" and the like.
-        shape: which shapes of it ("" where there is one kind); `dtype`: "" where it does not matter.
         sizes: strictly rising; p10, p50, p90: quantiles of the time at each. p50 never falls.
         unstable: sizes at which the time did not settle.
     """
 
-    work: str
-    shape: str = ""
-    dtype: str = ""
     sizes: tuple[float, ...]
     p10: tuple[float, ...]
     p50: tuple[float, ...]
     p90: tuple[float, ...]
     unstable: tuple[float, ...] = ()
+
+
+class Curve(Points, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Time of one kind of work over its size.
+
+    Attributes:
+        work: an op class (`op_class`), or "send", "host_to_device", "nvme_read" and the like.
+        shape: which shapes of it ("" where there is one kind); `dtype`: "" where it does not matter.
+    """
+
+    work: str
+    shape: str = ""
+    dtype: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -66,17 +74,12 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.work, self.shape, self.dtype
 
 
-class LinkCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Time of one collective among `members` inside one link level, all groups of the machine at once; as `Curve`."""
+class LinkCurve(Points, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Time of one collective among `members` inside one link level, all groups of the machine at once."""
 
     collective: str
     level: str
     members: int
-    sizes: tuple[float, ...]
-    p10: tuple[float, ...]
-    p50: tuple[float, ...]
-    p90: tuple[float, ...]
-    unstable: tuple[float, ...] = ()
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -68,11 +68,6 @@ class Timeline:
     memory: tuple[StageMemory, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
-    @property
-    def bubble_us(self) -> float:
-        """Idle time of the busiest stage."""
-        return self.breakdown_us.get("bubble", 0.0)
-
     def actions(self, limit: int = SPANS) -> Iterator[tuple[int, Action, float, float]]:
         """(stage, action, start, end), all stages alike, the first so many."""
         each = max(1, limit // self.schedule.stages)

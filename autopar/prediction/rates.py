@@ -80,10 +80,8 @@ class Exposed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tensor: float
     tensor_before_overlap: float
     overlap_since: float
-    context: float
     experts: float
     data: float
-    stages: float
 
 
 class ExpertRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -134,20 +134,21 @@ class _Builder:
         backward.add([Task(name="add gradients to their sums", kind="pointwise", us=adding)] if adding else [])
         reduced, gathered = self._synchronised(memory)
         exposed = rates.exposed.data
-        held = memory.held_bytes
+        half = tuple(replace(task, us=task.us / 2) for task in backward.tasks)
+        output_bytes = setting.own_tokens * setting.model.hidden * setting.item_bytes
         return StageWork(
             forward=tuple(forward.tasks),
             backward=tuple(backward.tasks),
-            backward_input=tuple(_share(backward.tasks, 0.5)),
-            backward_weight=tuple(_share(backward.tasks, 0.5)),
+            backward_input=half,
+            backward_weight=half,
             first_forward=_beside(forward.tasks, "gather updated parameters", "all-gather", gathered * (1 - exposed)),
             last_backward=_beside(backward.tasks, "reduce gradients", "reduce-scatter", reduced * (1 - exposed)),
             sync=_transfer("reduce gradients", "reduce-scatter", reduced * exposed),
             end=self._end(whole, gathered * exposed),
-            send_us=setting.send_us(setting.own_tokens * setting.model.hidden * setting.item_bytes),
-            send_bytes=setting.own_tokens * setting.model.hidden * setting.item_bytes,
+            send_us=setting.send_us(output_bytes),
+            send_bytes=output_bytes,
             resident_bytes=memory.resident_bytes,
-            held_bytes=held,
+            held_bytes=memory.held_bytes,
             transient_bytes=memory.transient_bytes,
             end_bytes=end_bytes(setting, memory) if whole is not None else 0,
         )
@@ -170,14 +171,10 @@ class _Builder:
         routed = name == "layers with experts"
         own += (model.shared_parameters if routed else model.dense_parameters) / config.tp
         spread = model.expert_parameters / config.ep if routed else 0.0
-        gather = sum(
-            setting.group_us(Collective.ALL_GATHER, n * setting.gathered_bytes, ranks, stride)
-            for n, ranks, stride in self._held(own, spread, config.sharding_ranks)
-        )
-        reduce = sum(
-            setting.group_us(Collective.REDUCE_SCATTER, n * setting.gradient_bytes, ranks, stride)
-            for n, ranks, stride in self._held(own, spread, config.sharding_ranks)
-        )
+        gather = reduce = 0.0
+        for n, ranks, stride in self._held(own, spread, config.sharding_ranks):
+            gather += setting.group_us(Collective.ALL_GATHER, n * setting.gathered_bytes, ranks, stride)
+            reduce += setting.group_us(Collective.REDUCE_SCATTER, n * setting.gradient_bytes, ranks, stride)
         return gather * count, reduce * count
 
     def _held(self, own: float, spread: float, ranks: int) -> list[tuple[float, int, int]]:
@@ -258,10 +255,6 @@ class _Joined:
             self.tasks.append(replace(task, after=after))
         if tasks:
             self.before = tuple(range(offset, len(self.tasks)))
-
-
-def _share(tasks: Sequence[Task], part: float) -> list[Task]:
-    return [replace(task, us=task.us * part) for task in tasks]
 
 
 def _transfer(name: str, kind: str, us: float) -> tuple[Task, ...]:

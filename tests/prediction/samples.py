@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from autopar.cost_model.clusters import load_cluster
 from autopar.ir.cluster import ClusterSpec, Device, DeviceGroup, LinkLevel
@@ -38,6 +41,12 @@ def setting(model: Transformer, cluster: ClusterSpec | None = None, **config: An
     found = Configuration(**config)
     spec = cluster or plain_cluster(found.devices)
     return Setting(model, found, speed_of(spec.groups[0].device, found, read_rates()), spec)
+
+
+def described_links(of: Setting) -> Setting:
+    """The same where links achieve what the cluster says of them."""
+    rates = msgspec.structs.replace(of.speed.rates, link=1.0, fabric=1.0)
+    return replace(of, speed=replace(of.speed, rates=rates))
 
 
 def plain_cluster(devices: int, bytes_per_us: float = 100_000.0, latency_us: float = 0.0) -> ClusterSpec:

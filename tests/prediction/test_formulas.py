@@ -9,7 +9,7 @@ from autopar.ir.schedules import build_schedule
 from autopar.ir.transformer import Experts, Latent, Transformer
 from autopar.prediction.memory import chunk_memory, layer_bytes, stored_bytes
 from autopar.prediction.stage import stage_works
-from tests.prediction.samples import ROUTED, SMALL, gpt, plain_cluster, setting
+from tests.prediction.samples import ROUTED, SMALL, described_links, gpt, plain_cluster, setting
 
 GIB = 2**30
 TABLE = (
@@ -101,7 +101,7 @@ def test_state_of_a_parameter(zero: int, wanted: float) -> None:
 def dp_bytes(zero: int, ranks: int, micro_batches: int = 1, **more: object) -> float:
     """What one device sends a step for gradients and parameters, over the parameters' bytes: µs at 1 byte per µs."""
     case = setting(SMALL, plain_cluster(ranks, bytes_per_us=1.0), dp=ranks, zero=zero, precision="fp32", **more)
-    case = type(case)(case.model, case.config, _plain_rates(case.speed), case.cluster)
+    case = described_links(case)
     (row,) = stage_works(case, build_schedule("none", micro_batches=micro_batches))
     (work,) = row
     once = [*work.sync, *work.end, *work.first_forward, *work.last_backward]
@@ -113,15 +113,6 @@ def dp_bytes(zero: int, ranks: int, micro_batches: int = 1, **more: object) -> f
     layers = SMALL.layers * (SMALL.attention_parameters + SMALL.dense_parameters)
     tables = 0 if zero == 3 else 2 * SMALL.embedding_parameters
     return sent / (4 * (layers + tables))
-
-
-def _plain_rates(speed: object) -> object:
-    import dataclasses
-
-    import msgspec
-
-    rates = msgspec.structs.replace(speed.rates, link=1.0, fabric=1.0)  # type: ignore[attr-defined]
-    return dataclasses.replace(speed, rates=rates)  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -137,7 +128,7 @@ def test_volume_of_data_parallelism(ranks: int) -> None:
 def stream_us(stream: str, model: Transformer, ranks: int, **config: object) -> tuple[float, float]:
     """(forward, backward) µs of one layer on a stream, at 1 byte per µs."""
     case = setting(model, plain_cluster(ranks, bytes_per_us=1.0), seq=256, micro_batch=2, **config)
-    case = type(case)(case.model, case.config, _plain_rates(case.speed), case.cluster)
+    case = described_links(case)
     ((work,),) = stage_works(case, build_schedule("none"))
     forward, backward = (
         sum(t.us for t in tasks if t.stream == stream) / model.layers for tasks in (work.forward, work.backward)

@@ -168,8 +168,8 @@ def test_other_devices_than_the_cluster_has() -> None:
         price(cluster=load_cluster("dgx-h100:1"), tp=2)
 
 
-def test_more_devices_than_a_million_micro_batches_is_quick() -> None:
-    """1 024 devices, 16 stages of 8 chunks, 1 024 micro-batches."""
+def test_a_thousand_devices() -> None:
+    """16 stages of 8 chunks, 1 024 micro-batches."""
     found = price(gpt(128, 1024, 16), tp=8, pp=16, dp=8, chunks=8, global_batch=8 * 1024)
     assert found.configuration.devices == 1024
     assert found.timeline.schedule.stages == 16
