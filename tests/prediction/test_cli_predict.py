@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,14 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     for words in ("step time", "MFU", "peak memory", "matmul", "optimizer state", "costs: calibrated"):
         assert words in out
+
+
+def test_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "step.json"
+    code, _, _ = run(f"{LLAMA} --pp 4 --dp 2 --trace {file}", capsys)
+    events = json.loads(file.read_text())["traceEvents"]
+    assert code == 0
+    assert any("layers, backward: attention" in str(event.get("name")) for event in events)
 
 
 @pytest.mark.parametrize(
