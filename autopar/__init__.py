@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autopar.questions import Explanation, WhyNot
     from autopar.runtime.dataset import shard_dataset
     from autopar.runtime.launch import launch
+    from autopar.runtime.weightless import without_weights
 
 _HOME = {
     **dict.fromkeys(("ClusterSpec", "Plan", "capture", "compile", "emit_source", "search", "verify"), "autopar.api"),
@@ -37,6 +38,7 @@ _HOME = {
     "WhyNot": "autopar.questions",
     "launch": "autopar.runtime.launch",
     "shard_dataset": "autopar.runtime.dataset",
+    "without_weights": "autopar.runtime.weightless",
 }
 
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "search",
     "shard_dataset",
     "verify",
+    "without_weights",
 ]
 
 

@@ -1,4 +1,6 @@
-"""Train a small GPT-2 on two ranks of this machine: the loop is an ordinary one."""
+"""Train a small GPT-2 on two ranks of this machine (or on as many as you say): the loop is an ordinary one."""
+
+import sys
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -27,6 +29,7 @@ def train(cluster, steps=8):
 
 
 if __name__ == "__main__":
-    cluster = autopar.ClusterSpec.local(2)  # or .load("dgx-h100:4"), and torchrun in place of launch
-    losses = autopar.launch(train, 2, (cluster,))
+    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    cluster = autopar.ClusterSpec.local(ranks)  # or .load("dgx-h100:4"), and torchrun in place of launch
+    losses = autopar.launch(train, ranks, (cluster,))
     print("loss", " ".join(f"{loss:.3f}" for loss in losses))

@@ -86,6 +86,7 @@ class Weights:
         dtypes: what parameters and buffers are stored in, where it isn't the model's own dtype.
 
     `first` maps each name to the first name of the same tensor; `unloaded` has the first names without values yet.
+    What no state dict has to hold (buffers that are not persistent) is taken from one where it is there.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class Weights:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state as plain tensors on every rank, with the model's own keys in order. Collective."""
+        self.require_loaded()
         whole = replicated(self.rt.mesh)
         full: dict[str, Tensor] = {}
         found: dict[str, Tensor] = {}
@@ -186,11 +188,12 @@ class Weights:
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """Tensors in the form that `state_dict()` gives them, or whole: each as it comes."""
+        beside = self.first.keys() - self.root.state_dict().keys()
 
         def whole(key: str, value: Any) -> bool:
             held = self.parameters.get(self.first.get(key, ""))
             if held is None or isinstance(value, DTensor):
-                return False
+                return held is None and key in beside
             return isinstance(held, DTensor) or tuple(value.shape) != tuple(held.shape)
 
         cut = {k: v for k, v in state.items() if not whole(k, v)}
@@ -220,17 +223,18 @@ class Weights:
         self.load(lambda key: _Slice(where[key], key), where.keys(), strict=strict)
 
     def load(self, get: Callable[[str], Tensor | _Slice], given: Iterable[str], *, strict: bool) -> None:
-        """Fill parameters and persistent buffers by name."""
+        """Fill parameters and buffers by name."""
         keys = list(self.root.state_dict())
         names = set(given)
         loaded = {self.first[k] for k in keys if k in names}
         missing = [k for k in keys if k not in names and (strict and self.first[k] not in loaded)]
-        extra = sorted(names - set(keys))
+        known = [*keys, *(k for k in self.first if k not in keys)]
+        extra = sorted(names - set(known))
         if strict and (missing or extra):
             raise UserError(
                 f"state does not fit the model: missing {missing[:5] or 'none'}, unexpected {extra[:5] or 'none'}"
             )
-        for key in keys:
+        for key in known:
             if key in names:
                 self._fill(key, get(key))
 
@@ -251,11 +255,19 @@ class Weights:
 
     def require_loaded(self) -> None:
         """UserError if weights still wait for values."""
-        if self.unloaded:
+        if not self.unloaded:
+            return
+        beside = self.unloaded - {self.first[k] for k in self.root.state_dict()}
+        if beside == self.unloaded:
             raise UserError(
-                f"{len(self.unloaded)} tensors have no values yet (first: {min(self.unloaded)}): the model was on the "
-                "meta device; call load_full_state_dict(...) or load_safetensors(...) first"
+                f"{len(beside)} buffers have no values yet, and no checkpoint has them since they are not persistent "
+                f"(first: {min(beside)}): the model was built on the meta device; build it under "
+                "autopar.without_weights(), which computes buffers, or give load_full_state_dict(...) these by name"
             )
+        raise UserError(
+            f"{len(self.unloaded)} tensors have no values yet (first: {min(self.unloaded - beside)}): the model was on "
+            "the meta device; call load_full_state_dict(...) or load_safetensors(...) first"
+        )
 
 
 class _Slice:

@@ -58,6 +58,12 @@ def refusal_of(error: Exception) -> Refusal:
         )
         return Refusal(where, expression, "needs the value of a tensor, unknown at capture", remedy, module)
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if "DeviceMismatch" in type(error).__name__ and "meta" in first:
+        remedy = (
+            "build the model under autopar.without_weights(), which leaves only parameters without values; or register "
+            "it as a buffer"
+        )
+        return Refusal(where, expression, "meets a plain tensor on the meta device, which has no values", remedy, None)
     return Refusal(where, expression, f"failed at capture: {type(error).__name__}: {first}", "", module)
 
 

@@ -26,7 +26,6 @@ from autopar.runtime.torch_private import op_handlers
 from tests.cases.lm import TinyLM, text
 from tests.cases.run import RANKS, agree, captured, gradients, on_ranks, planned, same_everywhere, strategies, unequal
 
-waits = pytest.mark.skip
 MIXED = {"zero3": 4, "tp": 2, "dp2tp2": 4}
 """Strategies with a rank count under which some gradients are cut and others whole."""
 
@@ -84,10 +83,6 @@ def test_num01_accumulation_weighs_tokens_alike() -> None:
         agree(gradients(averaged), wanted, 0.1)
 
 
-@waits(reason="waits for micro-batches inside the plan (pipeline)")
-def test_num01_micro_batches_of_the_plan() -> None: ...
-
-
 # ---- NUM-03: shards without labels
 
 
@@ -136,10 +131,6 @@ def test_num03_a_shard_mean_is_seen_to_fail() -> None:
         wrong = wrong.replace(line, f"{left} = {right.split(',')[0]}.clone()")
     report = api.verify_source(graph, plan, replace(source, text=wrong), model, batch, steps=1)
     assert not report.ok
-
-
-@waits(reason="waits for pipeline stages")
-def test_num03_pipeline_micro_batch_without_labels() -> None: ...
 
 
 # ---- NUM-04: sequence split

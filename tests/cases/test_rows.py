@@ -21,39 +21,43 @@ CASES = "shared/cases/field-cases.md"
 KINDS = ("CAP", "OP", "NUM", "CLU", "USE", "X")
 
 WAITING = {
+    "CLU-11": "pipeline",
+    "CLU-14": "pipeline",
     "NUM-07": "pipeline",
     "NUM-13": "pipeline",
     "NUM-19": "recompute",
-    "NUM-26": "pipeline",
     "NUM-28": "pipeline",
-    "NUM-29": "checkpoint",
     "OP-02": "uneven cuts",
     "OP-03": "uneven cuts",
     "OP-16": "uneven cuts",
     "OP-37": "uneven cuts",
-    "USE-14": "usability",
     "X-02": "uneven cuts",
     "X-04": "checkpoint",
 }
 """Row -> the room that it waits for."""
 
-ROOMS = frozenset(
-    {
-        "pipeline",
-        "recompute",
-        "checkpoint",
-        "mixed precision",
-        "trainer",
-        "random draws",
-        "numerics",
-        "clusters",
-        "operators",
-        "uneven cuts",
-        "shapes and modes",
-        "usability",
-    }
-)
-"""What is still to be built, or has no test by the row's id yet."""
+PARTLY = {
+    "CAP-21": ("offload", "the same with offload on"),
+    "NUM-01": ("pipeline", "micro-batches inside the plan"),
+    "NUM-03": ("pipeline", "a micro-batch of the plan in which every label is ignored"),
+    "NUM-06": ("offload", "clipping with offload on"),
+    "NUM-15": ("recompute", "dropout under recompute that the plan chose"),
+    "NUM-18": ("recompute", "recompute that the plan chose; a backward that draws again is tested by edited code"),
+    "NUM-24": ("offload", "an overflow in an offloaded gradient"),
+    "NUM-26": ("pipeline", "micro-batches inside the plan"),
+    "CLU-05": ("pipeline", "expert parallelism and stages, which are strategies as well"),
+    "CLU-12": ("pipeline", "stage sizes that do not sum to the layers"),
+}
+"""Row -> (the room that a part of it waits for, which part); the rest is tested."""
+
+ROOMS = {
+    "pipeline": "issue 6, run every plan",
+    "recompute": "issue 6, run every plan",
+    "offload": "issue 7, heterogeneous memory",
+    "uneven cuts": "issue 3",
+    "checkpoint": "the issue of training and checkpoints",
+}
+"""What is still to be built, and where."""
 
 _TITLE = re.compile(rf"^({'|'.join(k.lower() for k in KINDS)})_?(\d\d)((?:_\d\d)*)(?:_|$)")
 _ID = re.compile(rf"\b({'|'.join(KINDS)})-(\d\d)\b")
@@ -89,7 +93,7 @@ def _kept(tree: ast.AST) -> Iterator[ast.AST]:
     yield tree
     for child in ast.iter_child_nodes(tree):
         marks = map(ast.unparse, getattr(child, "decorator_list", ()))
-        if not any("mark.skip(" in mark for mark in marks):
+        if not any("skip" in mark and "skipif" not in mark for mark in marks):
             yield from _kept(child)
 
 
@@ -115,8 +119,21 @@ def test_no_row_waits_that_is_tested() -> None:
 
 
 def test_only_rows_wait() -> None:
-    assert set(WAITING) <= set(rows()), sorted(set(WAITING) - set(rows()))
-    assert set(WAITING.values()) <= ROOMS, sorted(set(WAITING.values()) - ROOMS)
+    waiting = {**WAITING, **{row: room for row, (room, _) in PARTLY.items()}}
+    assert len(waiting) == len(WAITING) + len(PARTLY)
+    assert set(waiting) <= set(rows()), sorted(set(waiting) - set(rows()))
+    assert set(waiting.values()) <= set(ROOMS), sorted(set(waiting.values()) - set(ROOMS))
+
+
+@pytest.mark.parametrize("row", WAITING)
+def test_waiting(row: str) -> None:
+    pytest.skip(f"{row} waits for {WAITING[row]} ({ROOMS[WAITING[row]]})")
+
+
+@pytest.mark.parametrize("row", PARTLY)
+def test_waiting_in_part(row: str) -> None:
+    room, part = PARTLY[row]
+    pytest.skip(f"{row}: {part} waits for {room} ({ROOMS[room]})")
 
 
 def test_tests_name_rows_that_exist() -> None:
@@ -140,6 +157,8 @@ def test_positions():
 @pytest.mark.skip(reason="CLU-11 waits for stages")
 def test_clu11_stages():
     """CLU-14"""
+@later.skip(reason="under another name")
+def test_clu_12_stages(): pass
 '''
     wanted = {"CAP-08", "CAP-09", "CAP-21", "USE-05", "X-06", "OP-21", "CLU-17", "CLU-18"}
     assert named_in(source) == wanted
