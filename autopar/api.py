@@ -446,7 +446,7 @@ def compile_on(
     agree_among(rt, f"{options.seed}|{source.text}", f"compile({captured.model_name}): the program or the seed")
     code = model if captured.regions else skeleton(model)  # regions show their shapes by running
     again = _Replanner(code, rt, cluster, plan, options)
-    return ParallelModule(captured, plan, source, model, rt, recompile=again, seed=options.seed)
+    return ParallelModule(captured, plan, source, model, rt, recompile=again, seed=options.seed, hardware=fingerprint())
 
 
 _CAPTURING = threading.RLock()
@@ -595,6 +595,7 @@ def verify(
         bisect: compare every value of one forward and backward as well, and name the first op that goes wrong.
     """
     options = options or Options()
+    _refuse_foreign("verify", cluster)
     captured = captured or capture(model, example_inputs, options=options)
     if plan is None:
         plan = plan_captured(captured, cluster or local_cluster(ranks), options=options)

@@ -218,8 +218,14 @@ class _Writer:
             inputs, outputs = _sides(step, part)
             turns.append(Turn(key=step.place.key, inputs=inputs, outputs=outputs))
         self.text.made[len(self.text.lines)] = Made(
-            function=self.function.name, op=op, reads=reads, names=names, turns=tuple(turns)
-        )
+            function=self.function.name, op=op, reads=reads, names=names, turns=tuple(turns), graph=self.function.graph,
+            called=isinstance(item, CallBlock), part=part,
+            converts=tuple(
+                (s.before.value, str(s.before.layout), str(s.after.layout))
+                for s in self.turns
+                if isinstance(s, Convert)
+            ),
+        )  # fmt: skip
 
     def _heading(self, place: Place, depth: int) -> None:
         group = (place.module_path, place.source)

@@ -56,7 +56,7 @@ def make_plan(
     picks = tuple(options_[i] for options_, i in zip(priced.options, solution.choice, strict=True))
     memory = _memory(captured, priced, solution, picks, prices, options)
     parameters = _parameters(captured, priced, picks, options)
-    resharded = _conversions(captured, priced, solution)
+    resharded = _conversions(captured, priced, solution, prices)
     mesh = PlanMesh(
         pipeline=1, axes={a.name: a.size for a in priced.mesh.axes}, levels={a.name: a.level for a in priced.mesh.axes}
     )
@@ -144,7 +144,7 @@ def _layouts(
     return strategies, inputs, outputs
 
 
-def _conversions(captured: CapturedGraph, priced: Priced, solution: Solution) -> list[PlanReshard]:
+def _conversions(captured: CapturedGraph, priced: Priced, solution: Solution, prices: Prices) -> list[PlanReshard]:
     """Every conversion that the objective pays for, one entry per (graph, value)."""
     places = Places.of(captured)
     counts = {s.graph: s.count for s in priced.wiring.slots if s.kind is SlotKind.OP}
@@ -154,12 +154,13 @@ def _conversions(captured: CapturedGraph, priced: Priced, solution: Solution) ->
             steps = plan_reshard(layouts[p], layouts[q])
             assert steps is not None
             each = value.reshard_us[p][q] / wire.count
+            parts = prices.steps_us(wire.meta, layouts[p], layouts[q])
             for graph, name in wire.names:
                 found.append(
                     PlanReshard(
                         graph=graph, value=name, before=str(layouts[p]), after=str(layouts[q]),
                         steps=[str(s) for s in steps], count=1 if graph == "top" else counts.get(graph, 1), us=each,
-                        where=places.name(graph, name),
+                        where=places.name(graph, name), steps_us=parts,
                     )
                 )  # fmt: skip
     return found

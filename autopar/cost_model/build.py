@@ -39,6 +39,9 @@ class Prices(Protocol):
     def reshard_us(self, meta: TensorMeta, before: Layout, after: Layout) -> float:
         """µs to convert a tensor of global `meta`; inf if impossible."""
 
+    def steps_us(self, meta: TensorMeta, before: Layout, after: Layout) -> list[float]:
+        """`reshard_us` by step."""
+
     def optimizer_us(self, numel: int, dtype: str, state_bytes_per_parameter: int) -> float:
         """µs to update `numel` parameters."""
 

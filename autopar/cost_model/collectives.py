@@ -97,18 +97,27 @@ def price_reshard(meta: TensorMeta, before: Layout, after: Layout, mesh: Mesh, p
 
     inf where there is no way, and where a layout on the way does not divide the shape: it could not be emitted.
     """
+    steps = price_steps(meta, before, after, mesh, price)
+    return math.inf if steps is None else sum(steps)
+
+
+def price_steps(
+    meta: TensorMeta, before: Layout, after: Layout, mesh: Mesh, price: CollectivePrice
+) -> list[float] | None:
+    """The prices of `plan_reshard(before, after)`'s steps; None where `price_reshard` is inf."""
     steps = plan_reshard(before, after)
     if steps is None:
-        return math.inf
-    total = 0.0
+        return None
+    found = []
     for step in steps:
         if not (divides(step.before, meta.shape, mesh) and divides(step.after, meta.shape, mesh)):
-            return math.inf
+            return None
         if step.collective is Collective.SLICE and is_view_slice(meta, step, mesh):
+            found.append(0.0)
             continue
         larger = max(local_bytes(meta, step.before, mesh), local_bytes(meta, step.after, mesh))
-        total += price(step.collective, larger, step.axis)
-    return total
+        found.append(price(step.collective, larger, step.axis))
+    return found
 
 
 def reshard_us(meta: TensorMeta, before: Layout, after: Layout, mesh: Mesh, cluster: ClusterSpec) -> float:

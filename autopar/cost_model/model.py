@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from autopar.cost_model.collectives import collective_us, price_reshard
+from autopar.cost_model.collectives import collective_us, price_reshard, price_steps
 from autopar.cost_model.op_cost import OpCost, op_cost, optimizer_us
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import Node, Ref, TensorMeta
@@ -52,6 +52,10 @@ class CostModel:
         if found is None:
             found = self._reshards[key] = price_reshard(meta, before, after, self.mesh, self.collective_us)
         return found
+
+    def steps_us(self, meta: TensorMeta, before: Layout, after: Layout) -> list[float]:
+        """`reshard_us` by step; none where there is no way."""
+        return price_steps(meta, before, after, self.mesh, self.collective_us) or []
 
     def optimizer_us(self, numel: int, dtype: str, state_bytes_per_parameter: float) -> float:
         """`op_cost.optimizer_us` on this cluster."""

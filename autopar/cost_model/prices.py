@@ -36,6 +36,10 @@ class MeshPrices:
         """µs to convert a tensor of global `meta`; inf if impossible."""
         return self._model.reshard_us(meta, before, after)
 
+    def steps_us(self, meta: TensorMeta, before: Layout, after: Layout) -> list[float]:
+        """`reshard_us` by step."""
+        return self._model.steps_us(meta, before, after)
+
     def optimizer_us(self, numel: int, dtype: str, state_bytes_per_parameter: int) -> float:
         """µs to update `numel` parameters."""
         return self._model.optimizer_us(numel, dtype, state_bytes_per_parameter)

@@ -100,7 +100,8 @@ class PlanStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class PlanReshard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One priced conversion: `value` in graph `graph` from one layout to another, `count` times a step, `us` each.
 
-    `where` says for people which tensor that is: a parameter, or the module and op that make it.
+    `steps_us`: of each of `steps`. `where` says for people which tensor that is: a parameter, or the module and op that
+    make it.
     """
 
     graph: str
@@ -111,6 +112,7 @@ class PlanReshard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     count: int
     us: float
     where: str = ""
+    steps_us: list[float] = []
 
 
 class PlanPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

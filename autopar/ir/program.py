@@ -226,6 +226,9 @@ class Made:
         function: name of the function; `op`: the op, or the step of a conversion.
         reads, names: the variables that the line reads and sets, in the order of each turn's inputs and outputs.
         turns: one for each turn of the loop that the line is in; one, outside.
+        graph: of the function. `called`: the line calls a block's function.
+        converts: (value, layout before, layout after) of the conversion that a collective is step number `part` of, one
+            for each turn; none for ops.
     """
 
     function: str
@@ -233,6 +236,10 @@ class Made:
     reads: tuple[str, ...]
     names: tuple[str, ...]
     turns: tuple[Turn, ...]
+    graph: str = ""
+    called: bool = False
+    converts: tuple[tuple[str, str, str], ...] = ()
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

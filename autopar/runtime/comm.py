@@ -25,6 +25,10 @@ def _unwatched(line: int, instance: int, values: Mapping[str, object], before: b
     """Nobody wants to know."""
 
 
+def _untimed(line: int) -> None:
+    """Nobody wants to know."""
+
+
 class Communicator(ABC):
     """`rt` in emitted code: one rank's place in the mesh and its way to the others.
 
@@ -34,6 +38,7 @@ class Communicator(ABC):
             the number of the call before its forward, and again before its backward.
         instance: module path of the block instance that runs now, "" outside blocks.
         watch: told of every value by a program that `runtime.watch` made talk.
+        tick: told of the end of every line by a program that `runtime.timing` made tick.
         regions: what runs the regions of the program that runs now, by key.
         ungiven: (key, position) of the gradients that a region's backward gave as zeros since there were none.
     """
@@ -46,6 +51,7 @@ class Communicator(ABC):
         self.step = 0
         self.instance = ""
         self.watch: Callable[[int, int, Mapping[str, object], bool], None] = _unwatched
+        self.tick: Callable[[int], None] = _untimed
         self.regions: Mapping[str, Any] = {}
         self.ungiven: set[tuple[str, int]] = set()
 

@@ -7,11 +7,13 @@ one program for each kind of call that it has seen (`Wanted`); parameters are st
 from __future__ import annotations
 
 import copy
+import os
+import sys
 import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,10 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError, PlanError, UserError
+from autopar.ir.account import RunReport
 from autopar.ir.graph import CapturedGraph, InputKind, OutputKind, TensorMeta
 from autopar.ir.layout import Layout, parse_layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
+from autopar.ir.profile import Fingerprint
 from autopar.ir.program import Source
 from autopar.runtime.agreement import agree_among
 from autopar.runtime.calls import (
@@ -43,10 +47,13 @@ from autopar.runtime.comm import Communicator
 from autopar.runtime.loaded import Executable
 from autopar.runtime.parameters import Weights, placements, storage_layouts, unwrap, wrap
 from autopar.runtime.regions import Given, gradient_sources, region_metas
+from autopar.runtime.timing import Measuring, ticking
 from autopar.runtime.torch_private import keeps_graph
 
 Compiled = tuple[CapturedGraph, Plan, Source]
 
+MEASURE_VARIABLE = "AUTOPAR_MEASURE"
+"""Environment: measure so many steps of every module, and print the report."""
 PROGRAMS_KEPT = 16
 """Programs that a module holds; the one that was not called for longest goes first."""
 
@@ -65,6 +72,8 @@ class _Program:
     constants: list[Tensor]
     regions: dict[str, Any]
     sources: dict[str, frozenset[Given]]
+    source: Source
+    ticking: list[Executable]
 
 
 class ParallelModule(nn.Module):
@@ -77,6 +86,7 @@ class ParallelModule(nn.Module):
         recompile: called when the module is called otherwise than captured (mode, shapes, plain values, ...); gives
             what to run there, with parameters stored alike. Without it such a call is an InputError.
         seed: of the random ops, the same on every rank.
+        hardware: of this rank; a report of a run says what it holds for.
     """
 
     def __init__(
@@ -89,6 +99,7 @@ class ParallelModule(nn.Module):
         *,
         recompile: Callable[[Request], Compiled] | None = None,
         seed: int = 0,
+        hardware: Fingerprint | None = None,
     ) -> None:
         super().__init__()
         stored = storage_layouts({name: p.layout for name, p in plan.parameters.items()}, rt.mesh)
@@ -103,6 +114,13 @@ class ParallelModule(nn.Module):
             self.train(captured.training)
         self._autopar.modules = dict(self.named_modules())
         self._autopar.add_first(source)
+        self._autopar.hardware = hardware
+        steps = os.environ.get(MEASURE_VARIABLE, "")
+        if steps:
+            if not (steps.isascii() and steps.isdigit() and int(steps) > 0):
+                raise UserError(f"{MEASURE_VARIABLE} is {steps!r}; wanted how many steps to measure, 1 or more")
+            self.measure(steps=int(steps))
+            self._autopar.tells = True
 
     @property
     def plan(self) -> Plan:
@@ -139,6 +157,14 @@ class ParallelModule(nn.Module):
         state = self._autopar
         state.weights.require_loaded()
         program, given = state.program_for(args, kwargs)
+        if state.measuring is not None:
+            state.begin_measured(program)
+            with state.measured("forward_s"):
+                return self._forward(program, given)
+        return self._forward(program, given)
+
+    def _forward(self, program: _Program, given: dict[str, Any]) -> Any:
+        state = self._autopar
         inputs = [_place(given[path], dtype, layout, state.rt) for path, (layout, dtype) in program.inputs.items()]
         names = list(program.executable.parameters)
         parameters = [state.weights.parameters[state.weights.first[n]] for n in names]
@@ -171,6 +197,35 @@ class ParallelModule(nn.Module):
             raise InputError(f"an rng state has whole numbers of 64 bits for 'seed' and 'step'; got {dict(state)}")
         agree_among(self._autopar.rt, str(sorted(state.items())), f"rng state {dict(state)}")
         self._autopar.seed, self._autopar.step = state["seed"], state["step"]
+
+    def measure(self, steps: int = 3) -> None:
+        """Measure coming steps: `steps` as they are, as many with every line timed, one with memory watched.
+
+        A step is a call of the module, its backward, and the optimizer's step after it. Others run unchanged.
+        """
+        state = self._autopar
+        if state.measuring is not None:
+            state.measuring.stop()
+        state.measuring = Measuring(steps, state.rt, state.live_bytes)
+
+    def report(self, path: str | Path | None = None) -> RunReport:
+        """Predicted against measured time and memory, in all and by class of op and by collective; rank 0 prints it.
+
+        Args:
+            path: where to write it as JSON too (by rank 0), for `autopar profile --refit`.
+
+        Raises:
+            UserError: no step was measured.
+        """
+        state = self._autopar
+        if state.measuring is None:
+            raise UserError("report: no step was measured; call module.measure(steps=3), then train as many and more")
+        found = state.measuring.report(state.hardware)
+        if state.rt.rank == 0:
+            print(found)
+            if path is not None:
+                found.save(path)
+        return found
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state as plain tensors on every rank; loads strictly into the plain model. Collective."""
@@ -249,6 +304,9 @@ class _State:
     weights: Weights
     modules: dict[str, nn.Module]
     source: Source
+    measuring: Measuring | None = None
+    hardware: Fingerprint | None = None
+    tells: bool = False
 
     def __init__(
         self, captured: CapturedGraph, plan: Plan, rt: Communicator, recompile: Callable[[Request], Compiled] | None
@@ -268,7 +326,37 @@ class _State:
         new.weights = self.weights.of_copy(root)
         new.modules = dict(root.named_modules())
         new.programs = OrderedDict(self.programs)
+        new.measuring, new.tells = None, False
         return new
+
+    def begin_measured(self, program: _Program) -> None:
+        """A call starts while steps are measured; once they all are, the report is printed if the environment asks."""
+        assert self.measuring is not None
+        if self.measuring.active:
+            self.measuring.begin(program.planned.plan, program.source)
+            if not self.measuring.active and self.tells and self.rt.rank == 0:
+                print(self.measuring.report(self.hardware), file=sys.stderr)
+
+    def measured(self, part: str) -> AbstractContextManager[None]:
+        """Around the forward or the backward of a step: on the clock if it is measured."""
+        return nullcontext() if self.measuring is None else self.measuring.part(part)
+
+    def running(self, program: _Program) -> Executable:
+        """What runs a program now: as emitted or, in a step whose lines are timed, with a clock."""
+        if self.measuring is None or not self.measuring.timing:
+            return program.executable
+        if not program.ticking:
+            program.ticking.append(Executable(ticking(program.source), program.captured.model_name))
+        self.measuring.restart()
+        return program.ticking[0]
+
+    def live_bytes(self) -> int:
+        """Bytes of parameters, their gradients, buffers and constants that are there."""
+        tensors = [unwrap(p) for p in self.weights.parameters.values()]
+        tensors += [unwrap(p.grad) for p in self.weights.parameters.values() if p.grad is not None]
+        tensors += [*self.weights.buffers.values(), *(c for p in self.programs.values() for c in p.constants)]
+        held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        return sum(held.values())
 
     def add_first(self, source: Source) -> None:
         """The program that the module was compiled with."""
@@ -313,6 +401,8 @@ class _State:
             constants=[self._piece(captured.constants[name], text) for name, text in executable.constants.items()],
             regions={r.key: r.build(copies) for r in captured.regions},
             sources=gradient_sources(captured.top),
+            source=source,
+            ticking=[],
         )
 
     def _piece(self, whole: Tensor, text: str) -> Tensor:
@@ -439,7 +529,9 @@ class _Run(torch.autograd.Function):
         state.step += executable.draws
         state.rt.regions = program.regions
         with _no_autocast(state.rt):
-            outputs, updates, saved = executable.forward(state.rt, local, buffers, program.constants, inputs)
+            outputs, updates, saved = state.running(program).forward(
+                state.rt, local, buffers, program.constants, inputs
+            )
         state.update(executable, updates)
         if records:
             ctx.held = (state, program, local, buffers, tensors, drawn)
@@ -455,40 +547,46 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise InputError(
-                "backward with create_graph=True: the compiled backward cannot be differentiated once more. Compute "
-                "the gradient penalty inside the model's forward, with torch.autograd.grad(..., create_graph=True)"
-            )
-        state, program, local, buffers, tensors, drawn = ctx.held
-        executable = program.executable
-        _refuse_detached(program, gradients)
-        if ctx.saved is None:
-            raise InputError(
-                "backward a second time through the same call: its saved tensors are freed. Call the module again, or "
-                "use retain_graph=True in the first backward"
-            )
-        _refuse_changed(executable, local, buffers, ctx.versions)
-        saved = _copy(ctx.saved) if keeps_graph() else ctx.saved
-        if saved is ctx.saved:
-            ctx.saved = None
-        tangents = [
-            cut_here(_tangent(gradients[p], program, p, state.rt), layout, state.rt) for p, layout in program.tangents
-        ]
-        state.rt.regions, state.rt.ungiven = program.regions, set()
-        state.rt.seed, state.rt.step = drawn  # what is drawn again is drawn as in its own call
-        with _no_autocast(state.rt):
-            found = executable.backward(state.rt, local, buffers, program.constants, saved, tangents)
-        none = {name for name, sources in program.sources.items() if sources <= state.rt.ungiven}
-        layouts, first = state.weights.layouts, state.weights.first
-        count = len(executable.parameters)
-        wrapped = [
-            None if g is None or not p.requires_grad or name in none
-            else wrap(g.contiguous(), tuple(p.shape), layouts[first[name]], state.rt)
-            for name, p, g in zip(executable.parameters, tensors[:count], found[:count], strict=True)
-        ]  # fmt: skip
-        of_inputs = [_like_given(g, x) for g, x in zip(found[count:], tensors[count:], strict=True)]
-        return (None, None, None, None, *wrapped, *of_inputs)
+        with ctx.held[0].measured("backward_s"):
+            return _backward(ctx, gradients)
+
+
+def _backward(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """Gradients for every argument of `_Run.forward`."""
+    if torch.is_grad_enabled():
+        raise InputError(
+            "backward with create_graph=True: the compiled backward cannot be differentiated once more. Compute "
+            "the gradient penalty inside the model's forward, with torch.autograd.grad(..., create_graph=True)"
+        )
+    state, program, local, buffers, tensors, drawn = ctx.held
+    executable = program.executable
+    _refuse_detached(program, gradients)
+    if ctx.saved is None:
+        raise InputError(
+            "backward a second time through the same call: its saved tensors are freed. Call the module again, or "
+            "use retain_graph=True in the first backward"
+        )
+    _refuse_changed(executable, local, buffers, ctx.versions)
+    saved = _copy(ctx.saved) if keeps_graph() else ctx.saved
+    if saved is ctx.saved:
+        ctx.saved = None
+    tangents = [
+        cut_here(_tangent(gradients[p], program, p, state.rt), layout, state.rt) for p, layout in program.tangents
+    ]
+    state.rt.regions, state.rt.ungiven = program.regions, set()
+    state.rt.seed, state.rt.step = drawn  # what is drawn again is drawn as in its own call
+    with _no_autocast(state.rt):
+        found = state.running(program).backward(state.rt, local, buffers, program.constants, saved, tangents)
+    none = {name for name, sources in program.sources.items() if sources <= state.rt.ungiven}
+    layouts, first = state.weights.layouts, state.weights.first
+    count = len(executable.parameters)
+    wrapped = [
+        None if g is None or not p.requires_grad or name in none
+        else wrap(g.contiguous(), tuple(p.shape), layouts[first[name]], state.rt)
+        for name, p, g in zip(executable.parameters, tensors[:count], found[:count], strict=True)
+    ]  # fmt: skip
+    of_inputs = [_like_given(g, x) for g, x in zip(found[count:], tensors[count:], strict=True)]
+    return (None, None, None, None, *wrapped, *of_inputs)
 
 
 def _no_autocast(rt: Communicator) -> Any:

@@ -1,0 +1,316 @@
+"""Where the time of a step goes: an emitted program that reads the clock after every line, in steps that ask for it.
+
+A line's time is from the end of the line before. Steps that are not measured run the program as it was emitted.
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autopar.errors import UserError
+from autopar.ir.account import FREES, OUTSIDE, WITH_COLLECTIVE, Row, RunReport
+from autopar.ir.plan import Plan
+from autopar.ir.profile import OPTIMIZER, Fingerprint, op_class
+from autopar.ir.program import Made, Source
+from autopar.runtime.comm import Communicator
+
+SIMPLE = (ast.Assign, ast.AugAssign, ast.Expr, ast.Delete)
+
+
+def ticking(source: Source) -> Source:
+    """The program with `rt.tick(line)` after every simple statement of its functions; no line moves."""
+    rows = source.text.splitlines()
+    ends: dict[int, int] = {}
+    for function in ast.parse(source.text).body:
+        if isinstance(function, ast.FunctionDef):
+            for node in ast.walk(function):
+                if isinstance(node, SIMPLE) and node.end_lineno is not None and not _is_text(node):
+                    ends[node.end_lineno] = len(rows[node.end_lineno - 1].encode()[: node.end_col_offset].decode())
+    for line, end in ends.items():
+        row = rows[line - 1]
+        rows[line - 1] = f"{row[:end]}; rt.tick({line}){row[end:]}"
+    return replace(source, text="\n".join(rows) + "\n")
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+@final
+class Ticker:
+    """Seconds and runs by line."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: Counter[int] = Counter()
+        self.runs: Counter[int] = Counter()
+        self._cuda = device if device.type == "cuda" else None
+        self._last = 0.0
+
+    def restart(self) -> None:
+        """The next line starts now."""
+        self._last = time.perf_counter()
+
+    def __call__(self, line: int) -> None:
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)
+        now = time.perf_counter()
+        self.seconds[line] += now - self._last  # type: ignore[assignment]
+        self.runs[line] += 1
+        self._last = now
+
+
+@dataclass
+class _Step:
+    """One measured step. `lines`: of a timed step."""
+
+    plan: Plan
+    source: Source
+    started: float
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    lines: Ticker | None = None
+    peak_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Inside the module and the optimizer."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+
+PLAIN, TIMED, MEMORY = "plain", "timed", "memory"
+
+
+@final
+class Measuring:
+    """The steps that are measured: `steps` as they are, as many with every line timed, one with memory watched.
+
+    The optimizer is any that steps meanwhile.
+    """
+
+    def __init__(self, steps: int, rt: Communicator, live_bytes: Callable[[], int]) -> None:
+        if steps < 1:
+            raise UserError(f"measure(steps={steps}): wanted 1 or more")
+        self.rt = rt
+        self.left = [PLAIN] * steps + [TIMED] * steps + [MEMORY]
+        self.done: dict[str, list[_Step]] = {PLAIN: [], TIMED: [], MEMORY: []}
+        self.spans: list[float] = []
+        self._live_bytes = live_bytes
+        self._open: tuple[str, _Step] | None = None
+        self._memory: _Memory | None = None
+        self._state_bytes = 0
+        self._optimizer_start = 0.0
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda *_: self._before_update()),  # type: ignore[arg-type]
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._after_update(optimizer)),  # type: ignore[arg-type]
+        ]
+
+    @property
+    def active(self) -> bool:
+        """True while a step is measured or to be measured."""
+        return bool(self.left) or self._open is not None
+
+    @property
+    def timing(self) -> bool:
+        """True if the step that runs now has its lines timed."""
+        return self._open is not None and self._open[0] == TIMED
+
+    def begin(self, plan: Plan, source: Source) -> None:
+        """A call of the module starts: the step before has ended."""
+        now = time.perf_counter()
+        if self._open is not None and self._open[0] == PLAIN:
+            self.spans.append(now - self._open[1].started)
+        self.end()
+        if not self.left:
+            self.stop()
+            return
+        kind = self.left.pop(0)
+        step = _Step(plan, source, now)
+        if kind == TIMED:
+            step.lines = Ticker(self.rt.device)
+            self.rt.tick = step.lines
+        elif kind == MEMORY:
+            self._memory = _Memory(self.rt.device, self._live_bytes() + self._state_bytes)
+        step.started = time.perf_counter()
+        self._open = kind, step
+
+    def restart(self) -> None:
+        """The program of the open step starts: what went before is no line's time."""
+        if self._open is not None and self._open[1].lines is not None:
+            self._open[1].lines.restart()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Around the forward or the backward of the open step."""
+        if self._open is None:
+            yield
+            return
+        step = self._open[1]
+        start = time.perf_counter()
+        yield
+        if self.rt.device.type == "cuda":
+            torch.cuda.synchronize(self.rt.device)
+        setattr(step, name, getattr(step, name) + time.perf_counter() - start)
+
+    def end(self) -> None:
+        """The open step has ended."""
+        if self._open is None:
+            return
+        kind, step = self._open
+        if self._memory is not None:
+            step.peak_bytes, self._memory = self._memory.peak(), None
+        self.done[kind].append(step)
+        self._open = None
+
+    def stop(self) -> None:
+        """Nothing is measured any more."""
+        self.end()
+        self.left.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _before_update(self) -> None:
+        self._optimizer_start = time.perf_counter()
+
+    def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._open is not None:
+            self._open[1].optimizer_s += time.perf_counter() - self._optimizer_start
+        self._state_bytes = _nbytes(x for state in optimizer.state.values() for x in state.values())
+
+    def report(self, hardware: Fingerprint | None) -> RunReport:
+        """Medians of what was measured. UserError where not one step was."""
+        self.end()
+        if not self.done[PLAIN]:
+            raise UserError("report: no step was measured; call module.measure(steps=3), then train as many and more")
+        plan = self.done[PLAIN][-1].plan
+        profile = plan.cluster.spec.profile if plan.cluster.spec is not None else None
+        timed = self.done[TIMED]
+        return RunReport(
+            model=plan.model.name, cluster=plan.cluster.name, ranks=self.rt.mesh.size, rank=self.rt.rank,
+            date=datetime.date.today().isoformat(), torch=str(torch.__version__), hardware=hardware,
+            factors={s.what: profile.factor(s.what) for s in profile.scales} if profile is not None else {},
+            steps=len(self.done[PLAIN]),
+            predicted_us=plan.predicted.step_time_us,
+            measured_us=_median_us(s.seconds for s in self.done[PLAIN]),
+            timed_us=_median_us(s.seconds for s in timed) if timed else 0.0,
+            between_us=_median_us(self.spans) if self.spans else 0.0,
+            predicted_bytes=plan.predicted.peak_memory_bytes,
+            measured_bytes=max((s.peak_bytes for s in self.done[MEMORY]), default=0),
+            rows=tuple(_rows(timed)) if timed else (),
+        )  # fmt: skip
+
+
+def _median_us(seconds: Any) -> float:
+    return float(statistics.median(seconds)) * 1e6
+
+
+def _nbytes(tensors: Any) -> int:
+    """Bytes that these tensors hold here, pieces of spread ones."""
+    found = (getattr(x, "_local_tensor", x) for x in tensors if isinstance(x, Tensor))
+    return sum(x.untyped_storage().nbytes() for x in found)
+
+
+@final
+class _Memory:
+    """The peak of live tensors over a step, counted by the allocator; `live_bytes`: those there before."""
+
+    def __init__(self, device: torch.device, live_bytes: int) -> None:
+        self.device, self.live_bytes = device, live_bytes
+        self._profile: Any = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            self._profile = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)
+            self._profile.__enter__()
+
+    def peak(self) -> int:
+        """Bytes."""
+        if self._profile is None:
+            return int(torch.cuda.max_memory_allocated(self.device))
+        self._profile.__exit__(None, None, None)
+        live = peak = 0
+        events = [e for e in self._profile.kineto_results.events() if e.name() == "[memory]"]
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            live += event.nbytes()
+            peak = max(peak, live)
+        return self.live_bytes + peak
+
+
+@dataclass
+class _Sum:
+    calls: float = 0.0
+    predicted_us: float = 0.0
+    measured_us: list[float] = field(default_factory=list)
+
+
+def _rows(steps: list[_Step]) -> Iterator[Row]:
+    """Rows of timed steps of one program, each the median over the steps; the optimizer and what is left at the end."""
+    last = steps[-1]
+    steps = [s for s in steps if s.plan is last.plan]
+    sums: dict[tuple[str, str], _Sum] = {}
+    prices = _Prices(last.plan)
+    whats: dict[int, tuple[str, str]] = {}
+    assert last.lines is not None
+    for line, runs in last.lines.runs.items():
+        kind, what, us = prices.of(last.source.made.get(line), runs)
+        whats[line] = kind, what
+        row = sums.setdefault((kind, what), _Sum())
+        row.calls += runs if kind != "other" else 0
+        row.predicted_us += us
+    for step in steps:
+        spent: Counter[tuple[str, str]] = Counter()
+        assert step.lines is not None
+        for line, seconds in step.lines.seconds.items():
+            spent[whats.get(line, ("other", FREES))] += seconds  # type: ignore[assignment]
+        for key, row in sums.items():
+            row.measured_us.append(spent[key] * 1e6)
+    for (kind, what), row in sums.items():
+        yield Row(
+            kind=kind, what=what, calls=int(row.calls), predicted_us=row.predicted_us,
+            measured_us=statistics.median(row.measured_us),
+        )  # fmt: skip
+    yield Row(
+        kind="optimizer", what=OPTIMIZER, calls=1, predicted_us=last.plan.predicted.breakdown_us.get("optimizer", 0.0),
+        measured_us=_median_us(s.optimizer_s for s in steps),
+    )  # fmt: skip
+    left = (s.forward_s + s.backward_s - sum(s.lines.seconds.values()) for s in steps if s.lines is not None)
+    yield Row(kind="other", what=OUTSIDE, calls=0, predicted_us=0.0, measured_us=max(0.0, _median_us(left)))
+
+
+class _Prices:
+    """What the plan says of each line."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.strategies = {(g, key): s for g, nodes in plan.strategies.items() for key, s in nodes.items()}
+        self.conversions = {(c.graph, c.value, c.before, c.after): c for c in plan.conversions}
+
+    def of(self, made: Made | None, runs: int) -> tuple[str, str, float]:
+        """(kind, class or collective, µs of all its runs in one step) of a line."""
+        if made is None or made.called:
+            return "other", FREES, 0.0
+        if made.converts:
+            us = sum(self._step_us(made.graph, converts, made.part) for converts in made.converts)
+            return "collective", made.op.replace("(", " ").split(",")[0].rstrip(")"), us * runs / len(made.converts)
+        found = [s for t in made.turns if (s := self.strategies.get((made.graph, t.key))) is not None]
+        us = sum(s.us for s in found) * runs / len(made.turns)
+        talks = any(any(s.tags) for s in found)
+        return "op", op_class(made.op) + (f", {WITH_COLLECTIVE}" if talks else ""), us
+
+    def _step_us(self, graph: str, converts: tuple[str, str, str], part: int) -> float:
+        found = self.conversions.get((graph, *converts))
+        if found is None:
+            return 0.0
+        return found.steps_us[part] if part < len(found.steps_us) else found.us / max(1, len(found.steps))
