@@ -593,9 +593,12 @@ def verify(
     Args:
         code: the emitted module of this plan, edited; run in the place of what is emitted.
         bisect: compare every value of one forward and backward as well, and name the first op that goes wrong.
+
+    Raises:
+        ClusterError: the cluster's profile, or the one that the plan was priced with, is of other hardware.
     """
     options = options or Options()
-    _refuse_foreign("verify", cluster)
+    _refuse_foreign("verify", plan.cluster.spec if plan is not None else cluster)
     captured = captured or capture(model, example_inputs, options=options)
     if plan is None:
         plan = plan_captured(captured, cluster or local_cluster(ranks), options=options)

@@ -512,12 +512,20 @@ def profile(
     ] = None,
     output: Annotated[Path, Parameter(name=["--output", "-o"], help="Where to write the cluster as TOML.")],
     seconds: Annotated[float, Parameter(help="About how long to measure.")] = 90.0,
+    refit: Annotated[
+        Path | None, Parameter(help="Measure nothing: correct the profile in -o by what module.report(PATH) wrote.")
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Measure this machine or, under torchrun, this cluster, and write it as a cluster description with its profile."""
     arguments.check_positive("--ranks", ranks)
     arguments.check_positive("--seconds", seconds)
     arguments.check_writable("-o", output)
+    if refit is not None:
+        if ranks is not None:
+            raise UserError("--refit: the profile says how many ranks; leave --ranks out")
+        _refit(refit, output, json_)
+        return
     from autopar.profiling.run import profile_here
 
     spec = profile_here(ranks, output, seconds)
@@ -536,6 +544,21 @@ def profile(
     for note in found.notes:
         console.print(f"note: {note}", markup=False)
     console.print(f"written to {output}; use it with `--cluster {output}`", markup=False)
+
+
+def _refit(run: Path, output: Path, as_json: bool) -> None:
+    from autopar.cost_model.clusters import dump_cluster, read_cluster
+    from autopar.ir.account import RunReport
+    from autopar.profiling.refit import refitted, scales_text
+
+    spec, found = refitted(read_cluster(output), RunReport.load(run), str(run))
+    scratch = output.with_name(f"{output.name}.{os.getpid()}")
+    scratch.write_text(dump_cluster(spec))
+    scratch.replace(output)
+    if as_json:
+        print(json.dumps({"written": str(output), "scales": [msgspec.to_builtins(s) for s in found]}))
+    else:
+        print(f"{scales_text(found)}\nwritten to {output}")
 
 
 @app.command

@@ -39,12 +39,13 @@ def spans(axis: str, mesh: Mesh, cluster: ClusterSpec) -> Levels:
 
 def collective_us(collective: Collective, nbytes: float, axis: str, mesh: Mesh, cluster: ClusterSpec) -> float:
     """µs of one collective on `axis`; `nbytes`: what one device holds on the larger side (module docstring)."""
+    factor = cluster.profile.factor(collective.value) if cluster.profile is not None else 1.0
     if collective is Collective.SLICE:
-        return _copy_us(nbytes / mesh.axis(axis).size, cluster)
+        return _copy_us(nbytes / mesh.axis(axis).size, cluster) * factor
     groups = spans(axis, mesh, cluster)
     measured = measured_of(cluster.profile)
     found = _measured_us(collective, nbytes, groups, measured) if measured is not None and groups else None
-    return group_us(collective, nbytes, groups) if found is None else found
+    return (group_us(collective, nbytes, groups) if found is None else found) * factor
 
 
 def _measured_us(collective: Collective, nbytes: float, levels: Levels, measured: Measured) -> float | None:

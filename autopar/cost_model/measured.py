@@ -19,8 +19,6 @@ from autopar.ir.profile import (
     OPTIMIZER,
     POINTWISE,
     VIEW,
-    Curve,
-    LinkCurve,
     Profile,
     interpolate,
     op_class,
@@ -80,14 +78,12 @@ def product_shape(m: float, n: float, k: float) -> str:
 
 @final
 class Measured:
-    """A profile's curves by what they are of, corrections applied."""
+    """A profile's curves by what they are of. Corrections are applied by class, whichever curve a time is read from."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._curves = {c.key: _scaled(c, profile.factor(c.work)) for c in profile.curves}
-        self._links = {
-            (c.collective, c.level, c.members): _scaled(c, profile.factor(c.collective)) for c in profile.links
-        }
+        self._curves = {c.key: (c.sizes, c.p50) for c in profile.curves}
+        self._links = {(c.collective, c.level, c.members): (c.sizes, c.p50) for c in profile.links}
 
     def op_us(self, work: Work) -> tuple[float, str] | None:
         """(µs, source) of an op, or None without any curve for it."""
@@ -98,16 +94,16 @@ class Measured:
         us = interpolate(sizes, times, work.size)
         if work.name in BY_FLOPS:
             us = max(us, self._stream_us(work))
-        corrected = self.profile.factor(work.name) != 1
-        return us, "calibrated" if corrected else source
+        factor = self.profile.factor(work.name)
+        return us * factor, source if factor == 1 else "calibrated"
 
     def optimizer_us(self, moved: float) -> float | None:
         """µs of the update of one parameter whose update moves so many bytes; None without a curve."""
         found = self._curves.get((OPTIMIZER, "", "float32"))
-        return interpolate(*found, moved) if found is not None else None
+        return interpolate(*found, moved) * self.profile.factor(OPTIMIZER) if found is not None else None
 
     def collective_us(self, collective: str, level: str, members: int, nbytes: float) -> float | None:
-        """µs of one collective inside a level; from the nearest group size where this one has no curve."""
+        """µs of one collective inside a level, uncorrected; from the nearest group size where this one has no curve."""
         found = self._links.get((collective, level, members))
         if found is not None:
             return interpolate(*found, nbytes)
@@ -133,10 +129,6 @@ class Measured:
     def _stream_us(self, work: Work) -> float:
         found = self._curves.get((POINTWISE, "", work.dtype)) or self._curves.get((POINTWISE, "", "float32"))
         return interpolate(*found, work.bytes) if found is not None else 0.0
-
-
-def _scaled(curve: Curve | LinkCurve, factor: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    return curve.sizes, tuple(time * factor for time in curve.p50)
 
 
 _KEPT: dict[int, Measured] = {}

@@ -11,13 +11,14 @@ On a cluster with a profile, what has a measured curve has that curve's time, vi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar import ops
 from autopar.cost_model.device import flops_per_us, memory_bytes_per_us
 from autopar.cost_model.measured import measured_of, work_of
 from autopar.ir.cluster import ClusterSpec, Device
 from autopar.ir.graph import ITEM_BYTES, Node, TensorMeta
+from autopar.ir.profile import OPTIMIZER, op_class
 
 FLOATS = frozenset(dtype for dtype in ITEM_BYTES if dtype.startswith(("float", "bfloat", "complex")))
 PARAMETER_PASSES = 3
@@ -59,7 +60,9 @@ def op_cost(
             return OpCost(found[0], flops, moved, found[1])
         if view:
             return FREE
-    return max((roofline(flops, moved, dtype, group.device) for group in cluster.groups), key=lambda cost: cost.us)
+    cost = max((roofline(flops, moved, dtype, group.device) for group in cluster.groups), key=lambda cost: cost.us)
+    factor = cluster.profile.factor(op_class(node.op)) if cluster.profile is not None else 1.0
+    return cost if factor == 1 else replace(cost, us=cost.us * factor, source="calibrated")
 
 
 def compute_dtype(inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...]) -> str:
@@ -94,4 +97,5 @@ def optimizer_us(numel: int, dtype: str, state_bytes_per_parameter: float, clust
     found = measured.optimizer_us(moved) if measured is not None else None
     if found is not None:
         return found
-    return max(moved / memory_bytes_per_us(group.device) for group in cluster.groups)
+    factor = cluster.profile.factor(OPTIMIZER) if cluster.profile is not None else 1.0
+    return max(moved / memory_bytes_per_us(group.device) for group in cluster.groups) * factor

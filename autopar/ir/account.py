@@ -10,14 +10,18 @@ from autopar.errors import PlanError, UserError
 from autopar.ir.profile import Fingerprint
 
 RUN_FORMAT, RUN_VERSION = "autopar-run", 1
-OUTSIDE, FREES = "around the program", "unpacking and freeing"
-"""Rows that no price stands for: arguments, autograd and wrapping; lines that only take or drop names."""
+OUTSIDE, FREES = "module around the program", "unpacking and freeing"
+BETWEEN, TIMER = "outside module and optimizer", "difference to untimed steps"
+"""Rows that no price stands for: arguments, wrapping and Python's own time in the module; lines that only take or drop
+names; autograd, the loss and clipping; and by how much steps with the timer on took longer (below 0) or shorter."""
+KINDS = ("op", "collective", "optimizer", "other")
 WITH_COLLECTIVE = "with collective"
 """Ending of the class of ops that talk to other ranks inside."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One class of ops or one collective in a step. `kind`: "op", "collective", "optimizer", "other"."""
+    """One class of ops or one collective in a step. `kind`: of `KINDS`. `measured_us` of what is left over may be below
+    0."""
 
     kind: str
     what: str
@@ -30,9 +34,10 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Predicted against measured, this rank's medians over `steps` steps.
 
     Attributes:
-        factors: the profile's corrections that the prediction had in it.
-        measured_us: forward, backward and optimizer of one step; `between_us`: from one step's start to the next's,
-            0 where only one was measured. `timed_us`: as `measured_us`, with the lines' timer on.
+        profile: digest of the one that priced the plan, "" without one; `factors`: its corrections at that time.
+        measured_us: of one step, from the module's call to the end of the optimizer's step; the rows' times add up to
+            it. `between_us`: from one step's start to the next's, 0 where only one was measured. `timed_us`: as
+            `measured_us`, with the lines' timer on.
         measured_bytes: peak of live tensors; 0 where it was not measured.
     """
 
@@ -45,6 +50,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     date: str
     torch: str
     hardware: Fingerprint | None = None
+    profile: str = ""
     factors: dict[str, float] = {}
     steps: int
     predicted_us: float
@@ -87,13 +93,22 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             ratio = f"{self.measured_bytes / self.predicted_bytes:.2f}" if self.predicted_bytes else "-"
             predicted, measured = (f"{b / 2**20:.1f} MiB" for b in (self.predicted_bytes, self.measured_bytes))
             lines.append(_line("peak memory", "", predicted, measured, ratio))
-        for kind in dict.fromkeys(row.kind for row in self.rows):
-            lines.append("")
+        else:
+            lines.append("peak memory: not measured yet; train on and report again")
+        for kind in KINDS:
             rows = sorted((r for r in self.rows if r.kind == kind), key=lambda r: -r.measured_us)
-            lines += [_figures(r.what, str(r.calls or ""), r.predicted_us, r.measured_us) for r in rows]
+            if rows:
+                lines.append("")
+                lines += [_figures(r.what, str(r.calls or ""), r.predicted_us, r.measured_us) for r in rows]
+        if not self.rows:
+            lines.append("classes of ops and collectives: not measured yet; train on and report again")
+        else:
+            total = sum(r.predicted_us for r in self.rows), sum(r.measured_us for r in self.rows)
+            lines += ["", _figures("together", "", *total)]
         if self.between_us:
-            lines += ["", f"from one step's start to the next: {self.between_us / 1e3:.3f} ms"]
-        lines.append(f"rows are of steps with the timer on: {self.timed_us / 1e3:.3f} ms together")
+            lines.append(f"from one step's start to the next: {self.between_us / 1e3:.3f} ms")
+        if self.timed_us:
+            lines.append(f"rows are of steps with the timer on: {self.timed_us / 1e3:.3f} ms each")
         return "\n".join(lines)
 
 

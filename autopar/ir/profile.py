@@ -8,6 +8,7 @@ proportion. So a bigger size is never faster. Times were taken while all ranks o
 
 from __future__ import annotations
 
+import hashlib
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -88,7 +89,8 @@ class LinkCurve(Points, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A correction of a curve from a real run: its times are multiplied by `factor`. Raw points stay as they are.
+    """A correction from a real run: times of this class or collective are multiplied by `factor`, whichever curve or
+    formula they come from. Raw points stay as they are.
 
     `what`: an op class or the name of a collective. `bounded`: the run asked for more than is allowed.
     """
@@ -126,6 +128,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def factor(self, what: str) -> float:
         """The correction of an op class or a collective; 1 without one."""
         return next((s.factor for s in reversed(self.scales) if s.what == what), 1.0)
+
+    @property
+    def digest(self) -> str:
+        """Tells what was measured apart: the same whatever corrections stand beside it."""
+        return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, scales=()))).hexdigest()[:16]
 
 
 def interpolate(sizes: tuple[float, ...], times: tuple[float, ...], size: float) -> float:

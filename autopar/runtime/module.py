@@ -47,7 +47,7 @@ from autopar.runtime.comm import Communicator
 from autopar.runtime.loaded import Executable
 from autopar.runtime.parameters import Weights, placements, storage_layouts, unwrap, wrap
 from autopar.runtime.regions import Given, gradient_sources, region_metas
-from autopar.runtime.timing import Measuring, ticking
+from autopar.runtime.timing import NOTHING, Measuring, ticking
 from autopar.runtime.torch_private import keeps_graph
 
 Compiled = tuple[CapturedGraph, Plan, Source]
@@ -199,7 +199,8 @@ class ParallelModule(nn.Module):
         self._autopar.seed, self._autopar.step = state["seed"], state["step"]
 
     def measure(self, steps: int = 3) -> None:
-        """Measure coming steps: `steps` as they are, as many with every line timed, one with memory watched.
+        """Measure coming steps: one to warm up, `steps` as they are, as many with every line timed, one with memory
+        watched. So train 2 · `steps` + 2 of them, then ask for the `report`.
 
         A step is a call of the module, its backward, and the optimizer's step after it. Others run unchanged.
         """
@@ -219,7 +220,7 @@ class ParallelModule(nn.Module):
         """
         state = self._autopar
         if state.measuring is None:
-            raise UserError("report: no step was measured; call module.measure(steps=3), then train as many and more")
+            raise UserError(NOTHING)
         found = state.measuring.report(state.hardware)
         if state.rt.rank == 0:
             print(found)
@@ -333,6 +334,8 @@ class _State:
         """A call starts while steps are measured; once they all are, the report is printed if the environment asks."""
         assert self.measuring is not None
         if self.measuring.active:
+            if self.measuring.times_next and not program.ticking:
+                program.ticking.append(Executable(ticking(program.source), program.captured.model_name))
             self.measuring.begin(program.planned.plan, program.source)
             if not self.measuring.active and self.tells and self.rt.rank == 0:
                 print(self.measuring.report(self.hardware), file=sys.stderr)
@@ -345,8 +348,6 @@ class _State:
         """What runs a program now: as emitted or, in a step whose lines are timed, with a clock."""
         if self.measuring is None or not self.measuring.timing:
             return program.executable
-        if not program.ticking:
-            program.ticking.append(Executable(ticking(program.source), program.captured.model_name))
         self.measuring.restart()
         return program.ticking[0]
 

@@ -1,18 +1,21 @@
 """Where the time of a step goes: an emitted program that reads the clock after every line, in steps that ask for it.
 
-A line's time is from the end of the line before. Steps that are not measured run the program as it was emitted.
+A line's time is from the end of the line before, less what reading the clock takes. What is outside of the lines is
+clocked too, in rows of its own, so that rows add up to the step. Steps that are not measured run the program as it was
+emitted.
 """
 
 from __future__ import annotations
 
 import ast
 import datetime
+import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -20,13 +23,16 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.errors import UserError
-from autopar.ir.account import FREES, OUTSIDE, WITH_COLLECTIVE, Row, RunReport
+from autopar.ir.account import BETWEEN, FREES, OUTSIDE, TIMER, WITH_COLLECTIVE, Row, RunReport
 from autopar.ir.plan import Plan
 from autopar.ir.profile import OPTIMIZER, Fingerprint, op_class
 from autopar.ir.program import Made, Source
 from autopar.runtime.comm import Communicator
 
+NOTHING = "report: no step was measured; call module.measure(steps=3), train 8 steps or more, then report again"
 SIMPLE = (ast.Assign, ast.AugAssign, ast.Expr, ast.Delete)
+TRIES = 400
+"""Empty lines that are timed to know what timing one takes."""
 
 
 def ticking(source: Source) -> Source:
@@ -50,13 +56,35 @@ def _is_text(node: ast.AST) -> bool:
 
 @final
 class Ticker:
-    """Seconds and runs by line."""
+    """Seconds and runs by line. `own_s`: what one reading of the clock adds to each."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, own_s: float = 0.0) -> None:
         self.seconds: Counter[int] = Counter()
         self.runs: Counter[int] = Counter()
         self._cuda = device if device.type == "cuda" else None
         self._last = 0.0
+        self.own_s = own_s
+
+    @classmethod
+    def tried(cls, device: torch.device) -> Ticker:
+        """One that knows what it takes itself: the least over a few rounds of empty lines."""
+        least = float("inf")
+        for _ in range(4):
+            empty = cls(device)
+            empty.restart()
+            for _ in range(TRIES // 4):
+                empty(0)
+            least = min(least, empty.seconds[0] / empty.runs[0])
+        return cls(device, least)
+
+    def spent(self) -> dict[int, float]:
+        """Seconds by line without the clock's own."""
+        return {line: max(0.0, seconds - self.own_s * self.runs[line]) for line, seconds in self.seconds.items()}
+
+    @property
+    def clock_s(self) -> float:
+        """Seconds that went into reading the clock."""
+        return sum(self.seconds.values()) - sum(self.spent().values())
 
     def restart(self) -> None:
         """The next line starts now."""
@@ -73,11 +101,12 @@ class Ticker:
 
 @dataclass
 class _Step:
-    """One measured step. `lines`: of a timed step."""
+    """One measured step. `lines`: of a timed step; `ended`: the forward, the backward or the optimizer, as yet."""
 
     plan: Plan
     source: Source
     started: float
+    ended: float = 0.0
     forward_s: float = 0.0
     backward_s: float = 0.0
     optimizer_s: float = 0.0
@@ -86,16 +115,22 @@ class _Step:
 
     @property
     def seconds(self) -> float:
-        """Inside the module and the optimizer."""
-        return self.forward_s + self.backward_s + self.optimizer_s
+        """From the call to the end of the optimizer's step, or of what was last where there was none."""
+        return self.ended - self.started
+
+    @property
+    def between_s(self) -> float:
+        """Of these, those in neither the module nor the optimizer: the loss, autograd, clipping."""
+        return max(0.0, self.seconds - self.forward_s - self.backward_s - self.optimizer_s)
 
 
-PLAIN, TIMED, MEMORY = "plain", "timed", "memory"
+WARM_UP, PLAIN, TIMED, MEMORY = "warm-up", "plain", "timed", "memory"
 
 
 @final
 class Measuring:
-    """The steps that are measured: `steps` as they are, as many with every line timed, one with memory watched.
+    """The steps that are measured: one to warm up, `steps` as they are, as many with every line timed, one with memory
+    watched.
 
     The optimizer is any that steps meanwhile.
     """
@@ -104,8 +139,8 @@ class Measuring:
         if steps < 1:
             raise UserError(f"measure(steps={steps}): wanted 1 or more")
         self.rt = rt
-        self.left = [PLAIN] * steps + [TIMED] * steps + [MEMORY]
-        self.done: dict[str, list[_Step]] = {PLAIN: [], TIMED: [], MEMORY: []}
+        self.left = [WARM_UP] + [PLAIN] * steps + [TIMED] * steps + [MEMORY]
+        self.done: dict[str, list[_Step]] = {WARM_UP: [], PLAIN: [], TIMED: [], MEMORY: []}
         self.spans: list[float] = []
         self._live_bytes = live_bytes
         self._open: tuple[str, _Step] | None = None
@@ -121,6 +156,11 @@ class Measuring:
     def active(self) -> bool:
         """True while a step is measured or to be measured."""
         return bool(self.left) or self._open is not None
+
+    @property
+    def times_next(self) -> bool:
+        """True if the step that comes next has its lines timed."""
+        return bool(self.left) and self.left[0] == TIMED
 
     @property
     def timing(self) -> bool:
@@ -139,7 +179,7 @@ class Measuring:
         kind = self.left.pop(0)
         step = _Step(plan, source, now)
         if kind == TIMED:
-            step.lines = Ticker(self.rt.device)
+            step.lines = Ticker.tried(self.rt.device)
             self.rt.tick = step.lines
         elif kind == MEMORY:
             self._memory = _Memory(self.rt.device, self._live_bytes() + self._state_bytes)
@@ -162,7 +202,8 @@ class Measuring:
         yield
         if self.rt.device.type == "cuda":
             torch.cuda.synchronize(self.rt.device)
-        setattr(step, name, getattr(step, name) + time.perf_counter() - start)
+        step.ended = time.perf_counter()
+        setattr(step, name, getattr(step, name) + step.ended - start)
 
     def end(self) -> None:
         """The open step has ended."""
@@ -187,20 +228,24 @@ class Measuring:
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         if self._open is not None:
-            self._open[1].optimizer_s += time.perf_counter() - self._optimizer_start
+            if self.rt.device.type == "cuda":
+                torch.cuda.synchronize(self.rt.device)
+            self._open[1].ended = time.perf_counter()
+            self._open[1].optimizer_s += self._open[1].ended - self._optimizer_start
         self._state_bytes = _nbytes(x for state in optimizer.state.values() for x in state.values())
 
     def report(self, hardware: Fingerprint | None) -> RunReport:
         """Medians of what was measured. UserError where not one step was."""
         self.end()
         if not self.done[PLAIN]:
-            raise UserError("report: no step was measured; call module.measure(steps=3), then train as many and more")
+            raise UserError(NOTHING)
         plan = self.done[PLAIN][-1].plan
         profile = plan.cluster.spec.profile if plan.cluster.spec is not None else None
         timed = self.done[TIMED]
         return RunReport(
             model=plan.model.name, cluster=plan.cluster.name, ranks=self.rt.mesh.size, rank=self.rt.rank,
             date=datetime.date.today().isoformat(), torch=str(torch.__version__), hardware=hardware,
+            profile=profile.digest if profile is not None else "",
             factors={s.what: profile.factor(s.what) for s in profile.scales} if profile is not None else {},
             steps=len(self.done[PLAIN]),
             predicted_us=plan.predicted.step_time_us,
@@ -209,11 +254,11 @@ class Measuring:
             between_us=_median_us(self.spans) if self.spans else 0.0,
             predicted_bytes=plan.predicted.peak_memory_bytes,
             measured_bytes=max((s.peak_bytes for s in self.done[MEMORY]), default=0),
-            rows=tuple(_rows(timed)) if timed else (),
+            rows=tuple(_rows(timed, _median_us(s.seconds for s in self.done[PLAIN]))) if timed else (),
         )  # fmt: skip
 
 
-def _median_us(seconds: Any) -> float:
+def _median_us(seconds: Iterable[float]) -> float:
     return float(statistics.median(seconds)) * 1e6
 
 
@@ -233,6 +278,7 @@ class _Memory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it tells stderr that it starts and stops
             self._profile = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)
             self._profile.__enter__()
 
@@ -251,45 +297,50 @@ class _Memory:
 
 @dataclass
 class _Sum:
-    calls: float = 0.0
+    calls: int = 0
     predicted_us: float = 0.0
-    measured_us: list[float] = field(default_factory=list)
+    measured_us: float = 0.0
 
 
-def _rows(steps: list[_Step]) -> Iterator[Row]:
-    """Rows of timed steps of one program, each the median over the steps; the optimizer and what is left at the end."""
-    last = steps[-1]
-    steps = [s for s in steps if s.plan is last.plan]
+def _rows(steps: list[_Step], step_us: float) -> Iterator[Row]:
+    """Rows of the timed step whose time is the median one; they add up to `step_us`, a plain step's."""
+    step = sorted(steps, key=lambda s: s.seconds)[(len(steps) - 1) // 2]
     sums: dict[tuple[str, str], _Sum] = {}
-    prices = _Prices(last.plan)
-    whats: dict[int, tuple[str, str]] = {}
-    assert last.lines is not None
-    for line, runs in last.lines.runs.items():
-        kind, what, us = prices.of(last.source.made.get(line), runs)
-        whats[line] = kind, what
+    prices = _Prices(step.plan)
+    assert step.lines is not None
+    for line, seconds in step.lines.spent().items():
+        runs = step.lines.runs[line]
+        kind, what, us = prices.of(step.source.made.get(line), runs)
         row = sums.setdefault((kind, what), _Sum())
         row.calls += runs if kind != "other" else 0
         row.predicted_us += us
-    for step in steps:
-        spent: Counter[tuple[str, str]] = Counter()
-        assert step.lines is not None
-        for line, seconds in step.lines.seconds.items():
-            spent[whats.get(line, ("other", FREES))] += seconds  # type: ignore[assignment]
-        for key, row in sums.items():
-            row.measured_us.append(spent[key] * 1e6)
-    for (kind, what), row in sums.items():
-        yield Row(
-            kind=kind, what=what, calls=int(row.calls), predicted_us=row.predicted_us,
-            measured_us=statistics.median(row.measured_us),
-        )  # fmt: skip
-    yield Row(
-        kind="optimizer", what=OPTIMIZER, calls=1, predicted_us=last.plan.predicted.breakdown_us.get("optimizer", 0.0),
-        measured_us=_median_us(s.optimizer_s for s in steps),
+        row.measured_us += seconds * 1e6
+    found = [
+        Row(kind=kind, what=what, calls=row.calls, predicted_us=row.predicted_us, measured_us=row.measured_us)
+        for (kind, what), row in sums.items()
+    ]
+    updating_us = step.plan.predicted.breakdown_us.get("optimizer", 0.0)
+    found.append(
+        Row(
+            kind="optimizer", what=OPTIMIZER, calls=1, predicted_us=updating_us, measured_us=step.optimizer_s * 1e6
+        )
     )  # fmt: skip
-    left = (s.forward_s + s.backward_s - sum(s.lines.seconds.values()) for s in steps if s.lines is not None)
-    yield Row(kind="other", what=OUTSIDE, calls=0, predicted_us=0.0, measured_us=max(0.0, _median_us(left)))
+    found += [_other(OUTSIDE, _outside_s(step) * 1e6), _other(BETWEEN, step.between_s * 1e6)]
+    yield from (*found, _other(TIMER, step_us - sum(row.measured_us for row in found)))
 
 
+def _other(what: str, us: float) -> Row:
+    """A row that nothing was predicted for."""
+    return Row(kind="other", what=what, calls=0, predicted_us=0.0, measured_us=us)
+
+
+def _outside_s(step: _Step) -> float:
+    """Seconds in the module's forward and backward that no line of the program took."""
+    assert step.lines is not None
+    return max(0.0, step.forward_s + step.backward_s - sum(step.lines.seconds.values()))
+
+
+@final
 class _Prices:
     """What the plan says of each line."""
 
