@@ -306,7 +306,7 @@ def _rows(steps: list[_Step], step_us: float) -> Iterator[Row]:
     """Rows of the timed step whose time is the median one; they add up to `step_us`, a plain step's."""
     step = sorted(steps, key=lambda s: s.seconds)[(len(steps) - 1) // 2]
     sums: dict[tuple[str, str], _Sum] = {}
-    prices = _Prices(step.plan)
+    prices = Prices(step.plan)
     assert step.lines is not None
     for line, seconds in step.lines.spent().items():
         runs = step.lines.runs[line]
@@ -341,7 +341,7 @@ def _outside_s(step: _Step) -> float:
 
 
 @final
-class _Prices:
+class Prices:
     """What the plan says of each line."""
 
     def __init__(self, plan: Plan) -> None:

@@ -79,6 +79,8 @@ def test_each_class_is_brought_to_what_was_measured() -> None:
         before, after = (collective_us(collective, 1e5, "x", on, s) for s in (SPEC, spec))
         assert after == pytest.approx(before * factor), collective
     assert optimizer_us(100, "float32", 8, spec) == pytest.approx(1.5 * optimizer_us(100, "float32", 8, SPEC))
+    scale = Scale(what=kinds.OPTIMIZER, factor=2.0, date="2026-02-03", run="run", steps=3)
+    assert optimizer_us(1, "float32", 8, profiled(profile(curve(kinds.OPTIMIZER), scales=(scale,)))) == 20.0
     bare = msgspec.structs.replace(spec, profile=msgspec.structs.replace(spec.profile, curves=()))
     a = TensorMeta((64, 64), "float32")
     corrected, plain = (op_cost(node("aten.mm.default"), (a, a), (a,), s) for s in (bare, profiled(profile())))

@@ -17,13 +17,13 @@ from autopar.errors import ClusterError, PlanError, UserError
 from autopar.ir.account import BETWEEN, OUTSIDE, TIMER, RunReport
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.options import Options
-from autopar.ir.plan import Plan, decode_plan, mesh_of
+from autopar.ir.plan import Plan, PlanReshard, decode_plan, mesh_of
 from autopar.ir.profile import OPTIMIZER
-from autopar.ir.program import Compute, Program, Source
+from autopar.ir.program import Compute, Made, Program, Source
 from autopar.runtime.launch import launch
 from autopar.runtime.loaded import Executable
 from autopar.runtime.module import MEASURE_VARIABLE, ParallelModule
-from autopar.runtime.timing import Ticker, ticking
+from autopar.runtime.timing import Prices, Ticker, ticking
 from autopar.verification import objective
 from tests.cost_model.helpers import cluster
 from tests.models import tiny
@@ -33,8 +33,39 @@ ENOUGH = 2 * STEPS + 2
 """Steps after which all is measured: one to warm up, twice STEPS, one with memory watched."""
 
 
+class Block(torch.nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.LayerNorm(12), torch.nn.Linear(12, 24), torch.nn.Linear(24, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Changes nothing of the shape."""
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Deep(torch.nn.Module):
+    """Blocks enough for a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        for block in self.blocks:
+            x = block(x)
+        return (x**2).mean()
+
+
+def made(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Model and batch."""
+    return (Deep(), {"x": torch.randn(12, 12, 12)}) if name == "deep" else tiny(name)
+
+
 def planned(name: str, ranks: int, **pins: Any) -> Plan:
-    model, batch = tiny(name)
+    model, batch = made(name)
     spec = cluster((ranks, 1.0, 100.0)) if ranks > 1 else cluster((1, 1.0, 100.0))
     return api.search(model, spec, example_inputs=batch, options=Options(pins=pins))
 
@@ -44,7 +75,7 @@ def trained(
 ) -> tuple[ParallelModule, list[float]]:
     """(the module, its losses) after some AdamW steps of `calls` calls each."""
     torch.manual_seed(0)
-    model, batch = tiny(name)
+    model, batch = made(name)
     module = api.compile(model, plan=plan, example_inputs=batch)
     assert isinstance(module, ParallelModule)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
@@ -104,7 +135,7 @@ def test_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def lowered(name: str, plan: Plan) -> tuple[CapturedGraph, Program]:
-    model, batch = tiny(name)
+    model, batch = made(name)
     captured = api.capture(model, batch)
     return captured, codegen.lower(captured, plan, mesh_of(plan))
 
@@ -118,11 +149,16 @@ def computed(name: str, plan: Plan) -> int:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize(("ranks", "pins"), [(2, {"tp": 2}), (3, {"dp": 3, "zero": 3})], ids=["tp2", "zero3 on 3"])
-def test_ranks(ranks: int, pins: dict[str, Any], tmp_path: Path) -> None:
-    plan = planned("gpt2", ranks, **pins)
+@pytest.mark.parametrize(
+    ("name", "ranks", "pins"),
+    [("deep", 2, {"tp": 2, "blocks.*.up.weight": "tp:S(0)"}), ("gpt2", 3, {"dp": 3, "zero": 3})],
+    ids=["tp2", "zero3 on 3"],
+)
+def test_ranks(name: str, ranks: int, pins: dict[str, Any], tmp_path: Path) -> None:
+    """The deep one runs its blocks in a loop."""
+    plan = planned(name, ranks, **pins)
     path = tmp_path / "run.json"
-    found, losses, plain = launch(on_ranks, ranks, ("gpt2", plan.to_json(), str(path)), timeout_s=120)
+    found, losses, plain = launch(on_ranks, ranks, (name, plan.to_json(), str(path)), timeout_s=120)
     check_rows(found, plan)
     assert losses == plain
     assert RunReport.load(path) == found
@@ -212,6 +248,24 @@ def test_lines_tick_where_they_stand() -> None:
     assert dict(ticker.runs) == {3: 1, 7: 3, 8: 1}
     own = Ticker.tried(torch.device("cpu"))
     assert own.own_s > 0 and not own.runs
+
+
+def test_a_line_in_a_loop_costs_each_turn_once() -> None:
+    """Three turns, each a conversion of its own price, of two steps each."""
+    names = ("a", "b", "c")
+    conversions = [
+        PlanReshard(
+            graph="top", value=name, before="x:P", after="x:R", steps=["reduce_scatter(x, 0)", "all_gather(x, 0)"],
+            count=1, us=30.0 * n, steps_us=[10.0 * n, 20.0 * n],
+        )
+        for n, name in enumerate(names, 1)
+    ]  # fmt: skip
+    plan = msgspec.structs.replace(planned("mlp", 1), conversions=conversions)
+    line = Made(
+        function="forward", op="all_gather(x, 0)", reads=("a",), names=("a",), turns=(), graph="top", part=1,
+        converts=tuple((name, "x:P", "x:R") for name in names),
+    )  # fmt: skip
+    assert Prices(plan).of(line, runs=3) == ("collective", "all_gather x", 20.0 * (1 + 2 + 3))
 
 
 def test_a_ticking_program_is_a_program() -> None:
