@@ -10,6 +10,7 @@ from autopar.solver.model import build_model
 from autopar.solver.modelling import write_lp, write_mps
 from autopar.solver.reduce import reduce_problem
 from autopar.solver.reduction import keep_strategies
+from autopar.solver.stages import least_peak_bytes, solve_stages, stages_bound_us
 
 __all__ = [
     "LeastMemory",
@@ -17,12 +18,15 @@ __all__ = [
     "dump_problem",
     "keep_strategies",
     "largest_terms",
+    "least_peak_bytes",
     "load_problem",
     "lower_bound_us",
     "minimise_memory",
     "reduce_problem",
     "relaxation_bound_us",
     "solve",
+    "solve_stages",
+    "stages_bound_us",
     "write_lp",
     "write_mps",
 ]
