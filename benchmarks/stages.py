@@ -3,7 +3,7 @@
     PYTHONPATH=. .venv/bin/python benchmarks/stages.py [--repeat 5]
 
 Prints a line for each problem: median milliseconds, step, bound. Columns are those of a transformer block with more and
-more recomputed, with whole and with sharded states; the memory limit lies between what all-kept and all-recomputed need.
+more recomputed, with whole and with sharded states; limits lie between what all-kept and all-recomputed need.
 """
 
 from __future__ import annotations

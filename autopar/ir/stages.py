@@ -1,8 +1,8 @@
 """Which blocks go to which pipeline stage, and how each is run there, as plain numbers.
 
-A model is *runs* of equal instances in model order. Each instance takes one *column*: one way to run its block (layouts,
-what is kept, recomputed or offloaded), priced. Stage s holds instances that follow one another, at least one; with
-n[r, c] of them from run r in column c it is busy, per micro-batch,
+A model is *runs* of equal instances in model order. Each instance takes one *column*: one way to run its block
+(layouts, what is kept, recomputed or offloaded), priced. Stage s holds instances that follow one another, at least one;
+with n[r, c] of them from run r in column c it is busy, per micro-batch,
 
     T_s = speed_s · Σ n·(forward + backward)
 
@@ -11,14 +11,15 @@ With m micro-batches and p stages the step takes
 
     step = (m − ramp) · max_s (T_s + x_s)  +  ramp · Σ_s T_s  +  2·(p − 1)·boundary  +  max_s finish_s
 
-- ramp = 1 is (m − 1)·T* + Σ T_s: the slowest stage sets the pace, and the first micro-batch passes all stages, forward and
-  backward. It holds for GPipe and 1F1B. An interleaved schedule of v chunks fills and drains v times as fast:
+- ramp = 1 is (m − 1)·T* + Σ T_s: the slowest stage sets the pace, and the first micro-batch passes all stages, forward
+  and backward. It holds for GPipe and 1F1B. An interleaved schedule of v chunks fills and drains v times as fast:
   m·T* + (p − 1)·T*/v with equal stages (Narayanan et al., arXiv 2104.04473, section 2.2), which is ramp = 1/v.
 - Filling and draining wait for each boundary once in each direction. If transfers can't hide behind computation
   (`boundary_hidden` false) a stage also pays for its own at the pace: x_s = boundary for each of its sides, else 0.
-- finish_s = speed_s · Σ n·finish: what a stage does once a step after its last backward, with nothing to hide behind. The
-  first stage ends its last backward when the pipeline has drained, others sooner, but the gradient's norm (clipping) and
-  the loss scale are known only when all have, and the optimizer waits for them: so the longest one is added whole.
+- finish_s = speed_s · Σ n·finish: what a stage does once a step after its last backward, with nothing to hide behind.
+  The first stage ends its last backward when the pipeline has drained, others sooner, but the gradient's norm
+  (clipping) and the loss scale are known only when all have, and the optimizer waits for them: so the longest one is
+  added whole.
 """
 
 from __future__ import annotations
@@ -310,7 +311,7 @@ def even_split(problem: StageProblem) -> tuple[tuple[int, ...], ...] | None:
     found = []
     left = [run.count for run in runs]
     for size in sizes:
-        held = []
+        held: list[int] = []
         for r, n in enumerate(left):
             held.append(min(n, size - sum(held)))
             left[r] -= held[-1]
@@ -330,8 +331,8 @@ def device_cuts(problem: StageProblem) -> tuple[tuple[int, ...], ...] | None:
 def in_flight(schedule: str, *, stages: int, micro_batches: int, chunks: int = 1) -> tuple[float, ...]:
     """Of each stage, the micro-batches whose saved tensors it holds at most under a schedule of `ir.schedules`.
 
-    A chunk of an interleaved stage is 1/v of it: 2·(p − 1 − s) + (v − 1)·p + 1 chunks in flight on stage s are that many
-    v-ths (arXiv 2104.04473; p·(1 + (p − 1)/(p·v)) on the first stage), taken as if the chunks of a stage were equal.
+    A chunk of an interleaved stage is 1/v of it: 2·(p − 1 − s) + (v − 1)·p + 1 chunks in flight on stage s are
+    that many v-ths (arXiv 2104.04473; p·(1 + (p − 1)/(p·v)) on the first stage), as if a stage's chunks were equal.
     """
     p, m, v = stages, micro_batches, chunks
     match schedule:

@@ -1,7 +1,7 @@
 """Cuts of a line of instances into stages: the best one under a table of prices, by dynamic programming.
 
-`parts[e]` are the distinct contents of a stage (instances by run). A table has a row for each stage and a column for
-each content, inf where it is not allowed. With D the longest stretch, one call costs O(stages · D · instances) in numpy.
+A stage's *content* is the instances it holds, by run. A table has a row for each stage and a column for each distinct
+content, inf where it is not allowed. With D the longest stretch, one call costs O(stages · D · instances) in numpy.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class LineCuts:
         key = ((first * len(counts) + last) * (n + 1) + head) * (n + 1) + foot
         _, where, content = np.unique(key, return_index=True, return_inverse=True)
         before = np.concatenate([[0], ends])
-        held = [np.clip(before[1:], b, e) - np.clip(before[:-1], b, e) for b, e in zip(begin[where], end[where], strict=True)]
+        held = [
+            np.clip(before[1:], b, e) - np.clip(before[:-1], b, e)
+            for b, e in zip(begin[where], end[where], strict=True)
+        ]
         self.contents: Ints = np.array(held, dtype=np.int64).reshape(-1, len(counts))
         # content_at[d, j]: of the stretch of d + 1 instances that ends before instance j; one more than all: none.
         self.content_at = np.full((longest, n + 1), len(where), dtype=np.int64)

@@ -1,31 +1,39 @@
-"""The fastest mix of columns for what one stage holds: an integer knapsack whose items come in few kinds, each many times.
+"""The fastest mix of columns for what one stage holds: an integer knapsack of few kinds of item, each many times.
 
 Given how many instances of each run a stage holds, choose n[r, c]: minimise Σ n·us with Σ n·bytes + the largest
 transient <= what the stage has and, if asked, Σ n·finish <= a cap.
 
 - The largest transient: one problem for each value x that it can have, over the columns with no more (`_Capped`).
-- The relaxation (`_Capped.relax`) walks the lower hulls of the runs from fast to small, cheapest byte first. It ends between two
-  columns of one run, the *pivot*; all other instances of a run take one column, its base. Its price of a byte λ (and
-  of finish, ν) gives each column a reduced cost d >= 0: a mix costs at least the relaxation's bound + Σ n·d.
+- The relaxation (`_Capped.relax`) walks the lower hulls of the runs from fast to small, cheapest byte first. It ends
+  between two columns of one run, the *pivot*; all other instances of a run take one column, its base. Its price of a
+  byte λ (and of finish, ν) gives each column a reduced cost d >= 0: a mix costs at least the bound + Σ n·d.
 - So few instances can take another column than base or pivot: those with Σ d below the gap that is left. `_search` goes
   through these, and fills up with the pivot's two columns, for which the best numbers are known in closed form.
+- Few instances in few columns: all mixes, for all kinds of stage at once (`AllMixes`).
 - Two instances in columns c, c' whose sums are no better than those of two others of the run never need to appear
   (`_Capped.worse_pairs`); that takes care of columns that lie on one line, where all d are 0.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.stages import WHOLE_BYTE, Run, Stage
+import numpy as np
+
+from autopar.ir.stages import WHOLE_BYTE, Column, Run, Stage
+from autopar.solver.linear import Bools, Floats, Ints
 
 SAME = 1e-12
 """Relative difference of times below which two mixes count as equally fast."""
 
-NODES = 20_000
+NODES = 5_000
 """Mixes that one search looks at before it gives up proving that none is faster."""
+
+FINISH_PRICES = tuple(2.0 ** (k / 2) for k in range(-20, 42))
+"""µs per micro-batch that a µs less to finish may cost, where finish is capped: prices that the relaxation tries."""
 
 PAIRS_FROM = 64
 """Mixes after which it pays to compare pairs of columns."""
@@ -84,6 +92,15 @@ def ways_of(run: Run, columns: Sequence[int], stage: Stage) -> list[Way]:
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """The best mix, or None; no better one is faster than `open_us` (inf: none exists); and how many were looked at."""
+
+    mix: Mix | None
+    open_us: float
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Segment:
     """Of a run's hull: from a faster column to the next smaller one. `price`: µs per byte saved."""
 
@@ -123,7 +140,7 @@ class _Capped:
 
     def __init__(self, ways: Sequence[Sequence[Way]], transient: int, finish: bool) -> None:
         self.ways = [_undominated([w for w in run if w.transient <= transient], finish) for run in ways]
-        self.plain = self._segments(0.0)
+        self.segments: dict[float, tuple[list[Way | None], list[_Segment]]] = {}
         self.pairs: dict[int, set[tuple[int, int]]] = {}
 
     def _segments(self, finish_price: float) -> tuple[list[Way | None], list[_Segment]]:
@@ -133,7 +150,7 @@ class _Capped:
         for run, ways in enumerate(self.ways):
             hull = _hull(ways, finish_price)
             fastest.append(hull[0] if hull else None)
-            for a, b in zip(hull, hull[1:], strict=False):
+            for a, b in itertools.pairwise(hull):
                 more = b.us - a.us + finish_price * (b.finish_us - a.finish_us)
                 segments.append(_Segment(more / (a.bytes - b.bytes), run, a.bytes - b.bytes, a, b))
         segments.sort(key=lambda s: (s.price, s.run))
@@ -141,7 +158,9 @@ class _Capped:
 
     def relax(self, held: tuple[int, ...], room: float, finish_cap: float, finish_price: float) -> _Relaxed | None:
         """Instances may be divided between columns. None if even the smallest columns don't fit."""
-        fastest, segments = self.plain if finish_price == 0 else self._segments(finish_price)
+        if finish_price not in self.segments:
+            self.segments[finish_price] = self._segments(finish_price)
+        fastest, segments = self.segments[finish_price]
         base = [way if n else None for way, n in zip(fastest, held, strict=True)]
         missing = sum(n * way.bytes for n, way in zip(held, fastest, strict=True) if n and way) - room
         pivot, part = None, 0.0
@@ -168,27 +187,25 @@ class _Capped:
             finish += (held[pivot.run] - part) * (pivot.fast.finish_us - pivot.small.finish_us)
         return _Relaxed(bound, finish, price, finish_price, base, pivot)
 
-    def relax_both(self, held: tuple[int, ...], room: float, finish_cap: float) -> _Relaxed | None:
-        """`relax` at a price of finish that makes the bound good: the bound is concave in it, and finish falls."""
+    def relax_both(self, held: tuple[int, ...], room: float, finish_cap: float, enough_us: float) -> _Relaxed | None:
+        """`relax` at the best of some prices of finish: the bound is concave in it, and finish falls. None: no mix.
+
+        Stops as soon as a bound reaches `enough_us`.
+        """
         best = self.relax(held, room, finish_cap, 0.0)
-        if best is None or best.finish_us <= finish_cap:
+        if best is None or best.finish_us <= finish_cap or best.bound_us >= enough_us:
             return best
         least = sum(n * min(w.finish_us for w in ways) for n, ways in zip(held, self.ways, strict=True) if n)
         if least > finish_cap:
             return None
-        low, high = 0.0, 1.0
-        for _ in range(40):
-            found = self.relax(held, room, finish_cap, high)
+        low, high = -1, len(FINISH_PRICES)
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = self.relax(held, room, finish_cap, FINISH_PRICES[middle])
             assert found is not None
             best = max(best, found, key=lambda r: r.bound_us)
-            if found.finish_us <= finish_cap:
+            if best.bound_us >= enough_us:
                 break
-            low, high = high, 4 * high
-        for _ in range(12):
-            middle = (low + high) / 2
-            found = self.relax(held, room, finish_cap, middle)
-            assert found is not None
-            best = max(best, found, key=lambda r: r.bound_us)
             low, high = (low, middle) if found.finish_us <= finish_cap else (middle, high)
         return best
 
@@ -233,6 +250,54 @@ class _Capped:
         return worse
 
 
+class AllMixes:
+    """Every mix of one content, fastest first, for several kinds of stage at once.
+
+    `rows[mix, column]` are instances, columns of all runs side by side. Arrays of kinds are [kind, 1].
+    """
+
+    def __init__(self, rows: Ints, columns: Sequence[Column], room: Floats, in_flight: Floats) -> None:
+        us, finish = (rows @ np.array(v) for v in ([c.busy_us for c in columns], [c.finish_us for c in columns]))
+        order = np.lexsort((finish, us))
+        self.rows = rows = rows[order]
+        self.us, self.finish = us[order], finish[order]
+        resident, saved = (
+            rows @ np.array(v, dtype=np.float64)
+            for v in ([c.resident_bytes for c in columns], [c.saved_bytes for c in columns])
+        )
+        transient = np.where(rows > 0, np.array([c.transient_bytes for c in columns]), 0).max(axis=1)
+        self.fits = resident + transient + in_flight * saved <= room
+
+    def best(self, speed: Floats, finish_cap: float) -> tuple[Ints, Bools]:
+        """[kind]: the fastest mix that fits and keeps the cap, and whether there is one."""
+        good = self.fits if finish_cap == math.inf else self.fits & (speed * self.finish <= finish_cap)
+        at = good.argmax(axis=1)
+        return at, good[np.arange(len(good)), at]
+
+
+def count_mixes(held: Sequence[int], columns: Sequence[int]) -> int:
+    """Mixes of a content, given the number of columns of each run."""
+    return math.prod(math.comb(n + c - 1, c - 1) for n, c in zip(held, columns, strict=True))
+
+
+def all_mixes(held: Sequence[int], columns: Sequence[int]) -> Ints:
+    """[mix, column]: every way to divide the instances of each run among its columns."""
+    rows = np.zeros((1, 0), dtype=np.int64)
+    for n, c in zip(held, columns, strict=True):
+        left = np.full(len(rows), n, dtype=np.int64)
+        for k in range(c):
+            if k == c - 1:
+                taken = left
+            else:
+                again = np.repeat(np.arange(len(rows)), left + 1)
+                begin = np.cumsum(left + 1) - (left + 1)
+                taken = np.arange(len(again)) - begin[again]
+                rows, left = rows[again], left[again]
+            rows = np.concatenate([rows, taken[:, None]], axis=1)
+            left = left - taken
+    return rows
+
+
 def _hull(ways: Sequence[Way], finish_price: float) -> list[Way]:
     """The lower hull of (bytes, us + price · finish), from the fastest way to the smallest; none on a line between."""
     points = sorted((w.us + finish_price * w.finish_us, w.bytes, w.finish_us, w.column, w) for w in ways)
@@ -254,6 +319,7 @@ class _Best:
     """The best mix of a search so far: what replaces bases, and the pivot's faster column."""
 
     limit_us: float
+    most_nodes: int
     picked: tuple[_Other, ...] | None = None
     fast: int = 0
     nodes: int = 0
@@ -261,7 +327,7 @@ class _Best:
 
 
 class Mixer:
-    """The best mixes of one kind of stage. Deterministic; remembers what it has prepared, nothing of what it answered."""
+    """The best mixes of one kind of stage. Remembers what it has prepared, nothing of what it answered."""
 
     def __init__(self, runs: Sequence[Run], columns: Sequence[Sequence[int]], stage: Stage) -> None:
         """`columns`: of each run, those that may be used."""
@@ -271,39 +337,36 @@ class Mixer:
         self._capped: dict[tuple[int, bool], _Capped] = {}
 
     def best(
-        self, held: tuple[int, ...], *, finish_cap: float = math.inf, cutoff_us: float = math.inf
-    ) -> tuple[Mix | None, bool]:
-        """The fastest mix of `held` instances of each run that fits and takes less than `cutoff_us`; None if none does.
+        self, held: tuple[int, ...], *, finish_cap: float = math.inf, cutoff_us: float = math.inf, nodes: int = NODES
+    ) -> Found:
+        """The fastest mix of `held` instances of each run that fits and takes less than `cutoff_us`.
 
-        And whether a search was given up, so that a faster one may exist.
+        Each cap on transients is given up after `nodes` mixes.
         """
         runs = [ways for n, ways in zip(held, self.ways, strict=True) if n]
         least = max(min(w.transient for w in ways) for ways in runs)
         caps = sorted({w.transient for ways in runs for w in ways if w.transient >= least})
         finish = finish_cap < math.inf
-        best, given_up, limit = None, False, cutoff_us
+        best, open_us, looked, limit = None, math.inf, 0, cutoff_us
         for cap in caps:
             if (cap, finish) not in self._capped:
                 self._capped[cap, finish] = _Capped(self.ways, cap, finish)
-            mix, nodes = self._under(self._capped[cap, finish], held, self.room - cap, finish_cap, limit)
-            given_up |= nodes >= NODES
-            if mix is not None:
-                best, limit = mix, mix.us
-        return best, given_up
-
-    def _under(
-        self, capped: _Capped, held: tuple[int, ...], room: float, finish_cap: float, limit_us: float
-    ) -> tuple[Mix | None, int]:
-        """A mix below `limit_us` under a cap on transients, and how many were looked at."""
-        if finish_cap < math.inf:
-            relaxed = capped.relax_both(held, room, finish_cap)
-        else:
-            relaxed = capped.relax(held, room, finish_cap, 0.0)
-        if relaxed is None or relaxed.bound_us >= limit_us * (1 - SAME):
-            return None, 0
-        found = _Best(limit_us)
-        _search(capped, held, room, finish_cap, relaxed, found)
-        return self._mix(held, relaxed, found) if found.picked is not None else None, found.nodes
+            capped, room = self._capped[cap, finish], self.room - cap
+            if finish:
+                relaxed = capped.relax_both(held, room, finish_cap, limit * (1 - SAME))
+            else:
+                relaxed = capped.relax(held, room, finish_cap, 0.0)
+            if relaxed is None or relaxed.bound_us >= limit * (1 - SAME):
+                continue
+            found = _Best(limit, nodes)
+            _search(capped, held, room, finish_cap, relaxed, found)
+            looked += found.nodes
+            if found.nodes >= nodes:
+                open_us = min(open_us, relaxed.bound_us)
+            if found.picked is not None:
+                best = self._mix(held, relaxed, found)
+                limit = best.us
+        return Found(best, open_us, looked)
 
     def _mix(self, held: tuple[int, ...], relaxed: _Relaxed, found: _Best) -> Mix:
         """Counts of a search's best, and their sums in the order of columns, so that equal mixes have equal sums."""
@@ -345,7 +408,7 @@ def _search(
             (),
         )
     ]
-    while stack and found.nodes < NODES:
+    while stack and found.nodes < found.most_nodes:
         start, bound, us, size, finish, left, picked = stack.pop()
         found.nodes += 1
         fast = _pivot_count(pivot, left, room - size, finish_cap - finish)

@@ -5,16 +5,17 @@ With w[s, e] the least time of stage s for content e (instances by run; `mixes`)
     pace · max_s (w + x_s)  +  ramp · Σ_s w  +  max_s finish_s  +  a constant.
 
 1. Prices of contents start as lower bounds: the relaxation of the knapsack for all stages and contents at once
-   (`_relaxed_us`), exact where the fastest columns fit. A bound is replaced by the exact mix when a best cut uses it, until
-   the best cut uses no bound (`_Search._settle`). So few knapsacks are solved.
+   (`_relaxed_us`), exact where the fastest columns fit. A bound is replaced by the exact mix when a best cut uses it,
+   until the best cut uses no bound (`_Search._settle`). So few knapsacks are solved.
 2. For a cap t on the slowest stage and f on the finish, the least Σ w is a shortest path over stages × positions
-   (`cut_line`). It grows as the caps fall; a region of caps costs at least pace · its lowest t + its lowest f + ramp · that
-   sum. `_Search.run` keeps a heap of regions: it solves the upper corner of the one with the lowest bound, which gives
-   an assignment with slowest stage t' and finish f', and goes on with the regions t < t', and t >= t' with f < f'.
+   (`cut_line`). It grows as the caps fall; a region of caps costs at least pace · its lowest t + its lowest f + ramp ·
+   that sum. `_Search.run` keeps a heap of regions: it solves the upper corner of the one with the lowest bound, which
+   gives an assignment with slowest stage t' and finish f', and goes on with t < t', and with t >= t', f < f'.
 3. Tables hold only what is no slower than a guess of the slowest stage; a better guess, or proof that none is needed,
    comes from the best assignment (`_solve_step`).
 
-On one busy core, median of some: 96 layers, 16 stages, 8 columns; 126 layers on 64 stages: `benchmarks/stages.py`.
+Seen on a busy machine (`benchmarks/stages.py`): 96 layers with 8 columns on 16 stages 20 to 30 ms, 126 on 64 stages
+25 to 45 ms, half of it spent in some twenty shortest paths.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from autopar.ir.stages import (
 )
 from autopar.solver.cut_line import Cuts, FixedCuts, LineCuts
 from autopar.solver.linear import Bools, Floats, Ints
-from autopar.solver.mixes import SAME, Mix, Mixer, useful_columns
+from autopar.solver.mixes import NODES, SAME, AllMixes, Mixer, all_mixes, count_mixes, useful_columns
 
 FIRST_GUESS = 1.5
 """First cap on the slowest stage, in its lower bound."""
@@ -46,8 +47,17 @@ FIRST_GUESS = 1.5
 MOST_PRICES = 64
 """Memory prices at which the relaxation of all contents is tried."""
 
+MOST_NODES = 50_000
+"""Mixes that the knapsacks of one problem look at before each is given less (`mixes.NODES`)."""
+
+MOST_MIXES = 150_000
+"""Mixes of a content times kinds of stage up to which all are looked at at once."""
+
 NEVER = 1e30
 """Stands for inf where 0 · inf would be asked for."""
+
+Counts = tuple[tuple[int, ...], ...]
+"""Of one stage: instances by run and column."""
 
 
 def solve_stages(problem: StageProblem, *, cutoff_us: float = math.inf) -> StageSolution | None:
@@ -135,18 +145,18 @@ def _cuts(problem: StageProblem, longest: int) -> Cuts:
 
 
 def _solve_step(problem: StageProblem, cutoff_us: float) -> StageSolution | None:
-    """Least step under the limits: a search in tables up to a cap on the slowest stage, until no higher cap is of use."""
+    """Least step under the limits: searches up to a cap on the slowest stage, until no higher cap is of use."""
     kinds = _Kinds(problem)
     search = _Search(problem, kinds, cutoff_us)
     slowest, total, finish = _least(problem)
     free = problem.chunks > 1 or problem.pace == 0 or slowest <= 0
     cap = math.inf if free else FIRST_GUESS * slowest
     known_feasible = False
-    bound = math.inf
+    relaxed = math.inf
     while True:
         if cap >= kinds.longest_us(problem):
             cap = math.inf
-        bound = min(bound, search.run(cap))
+        relaxed = min(relaxed, search.run(cap))
         if cap == math.inf:
             break
         beyond = problem.pace * cap + problem.filling * total + finish
@@ -167,16 +177,19 @@ def _solve_step(problem: StageProblem, cutoff_us: float) -> StageSolution | None
     evaluation = evaluate_stages(problem, assignment)
     assert evaluation.feasible
     step = evaluation.step_us
-    if search.given_up:
-        step_bound = min(step, max(stages_bound_us(problem), bound + problem.crossings_us))
-    else:
-        step_bound = step
+    bound = step
+    if search.missed_us or search.dropped_us < math.inf:
+        bound = step - (problem.pace + problem.filling * len(problem.stages)) * search.missed_us
+        # What has a dropped content has a stage that takes as long; and nothing is below the relaxation.
+        dropped = problem.pace * search.dropped_us + problem.filling * total + finish
+        bound = min(bound, max(dropped, relaxed) + problem.crossings_us)
+        bound = min(step, max(bound, stages_bound_us(problem)))
     return StageSolution(
-        status=Status.OPTIMAL if step_bound == step else Status.FEASIBLE,
+        status=Status.OPTIMAL if bound == step else Status.FEASIBLE,
         assignment=assignment,
         evaluation=evaluation,
         step_us=step,
-        bound_us=step_bound,
+        bound_us=bound,
     )
 
 
@@ -187,19 +200,29 @@ class _Kinds:
         keys = [(s.in_flight, s.limit_bytes - s.fixed_bytes, s.speed) for s in problem.stages]
         kinds = {key: k for k, key in enumerate(dict.fromkeys(keys))}
         self.of_stage: Ints = np.array([kinds[key] for key in keys], dtype=np.int64)
-        stages = [problem.stages[keys.index(key)] for key in kinds]
+        self.runs = problem.runs
+        self.stages = [problem.stages[keys.index(key)] for key in kinds]
         self.use = [useful_columns(run) for run in problem.runs]
-        self.mixers = [Mixer(problem.runs, self.use, stage) for stage in stages]
-        columns = [run.columns[i] for run, use in zip(problem.runs, self.use, strict=True) for i in use]
+        self.mixers: dict[int, Mixer] = {}
+        self.columns = [run.columns[i] for run, use in zip(problem.runs, self.use, strict=True) for i in use]
+        columns = self.columns
         self.starts = np.cumsum([0, *(len(use) for use in self.use)])
         in_flight, room, speed = (np.array(c, dtype=np.float64)[:, None] for c in zip(*kinds, strict=True))
         self.room: Floats = room[:, 0] + WHOLE_BYTE
+        self.in_flight, self.speed = in_flight, speed
         self.us: Floats = speed * np.array([c.busy_us for c in columns])
         self.finish: Floats = speed * np.array([c.finish_us for c in columns])
         saved = np.array([c.saved_bytes for c in columns], dtype=np.float64)
         self.size: Floats = np.array([c.resident_bytes for c in columns], dtype=np.float64) + in_flight * saved
         self.transient: Floats = np.array([c.transient_bytes for c in columns], dtype=np.float64)
+        # Those that fit by themselves can be of use.
         self.fits: Bools = self.size + self.transient <= self.room[:, None]
+        self.fastest = _fastest_columns(self)
+
+    def mixer(self, kind: int) -> Mixer:
+        if kind not in self.mixers:
+            self.mixers[kind] = Mixer(self.runs, self.use, self.stages[kind])
+        return self.mixers[kind]
 
     def longest_us(self, problem: StageProblem) -> float:
         """More than any stage can take."""
@@ -225,12 +248,15 @@ class _Kinds:
 
 @dataclass(slots=True)
 class _Prices:
-    """Of each kind and content: its time or a bound on it, which of the two, and the finish of what is exact."""
+    """[kind, content]: time or a bound on it, which of the two, and of what is exact the finish.
+
+    `mixes`: what is exact and not all in its fastest columns: instances by run and column, or all mixes and which one.
+    """
 
     us: Floats
     exact: Bools
     finish: Floats
-    mixes: dict[tuple[int, int], Mix]
+    mixes: dict[tuple[int, int], Counts | tuple[AllMixes, int]]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -262,10 +288,13 @@ class _Search:
         self.pace, self.filling = problem.pace, problem.filling
         self.exposed = np.array([[problem.exposed_us(s)] for s in range(len(problem.stages))])
         self.limit_us = cutoff_us - problem.crossings_us
-        self.found: tuple[tuple[tuple[int, ...], ...], ...] | None = None
-        self.given_up = False
+        self.found: tuple[Counts, ...] | None = None
+        # Of knapsacks given up: how much too high a price may be, and the least of those that have none.
+        self.missed_us, self.dropped_us = 0.0, math.inf
+        self.nodes = 0
         self.cuts: Cuts
         self.prices: dict[float, _Prices] = {}
+        self.every: dict[int, AllMixes | None] = {}
         self.least_finish: Floats
         self.cap_us = math.inf
 
@@ -278,16 +307,16 @@ class _Search:
         """Find the best assignment whose slowest stage takes at most `cap_us`. Returns a bound on all these."""
         if not self._tables(cap_us):
             return math.inf
-        start = self._slowest()
-        if start is None:
-            return math.inf
-        relaxed_us, low = start
         sums = self.cuts.best(self._table(self.prices[math.inf], cap_us), np.add)
         finishes = self.cuts.best(self.least_finish[self.kinds.of_stage], np.maximum)
         if sums is None or finishes is None:
             return math.inf
-        least_sum, low_finish = sums[0], finishes[0]
-        rest = self.filling * least_sum + low_finish
+        low_finish = finishes[0]
+        rest = self.filling * sums[0] + low_finish
+        start = self._slowest()
+        if start is None:
+            return math.inf
+        relaxed_us, low = start
         root = _Region(self.pace * low + rest, 0, low, cap_us, low_finish, math.inf)
         self._solve_region(replace(root, cap_us=low))
         heap, order = [root], 0
@@ -329,6 +358,7 @@ class _Search:
         us[kinds.smallest(contents) > kinds.room[:, None]] = np.inf
         exact = fits | np.isinf(us)
         self.prices = {math.inf: _Prices(us, exact, fast_finish, {})}
+        self.every = {}
         least: Floats = kinds.per_run(kinds.finish) @ held.T
         self.least_finish = np.where(np.isinf(us), np.inf, least)
         return True
@@ -373,15 +403,59 @@ class _Search:
         )
         cap = self.cap_us - float(self.exposed.min())
         for kind, e in open_places:
+            if prices.exact[kind, e]:
+                continue
+            every = self._every_mix(e)
+            if every is not None:
+                self._settle_all(prices, e, every, finish_cap)
+                continue
             held = tuple(self.cuts.contents[e].tolist())
-            mix, given_up = self.kinds.mixers[kind].best(held, finish_cap=finish_cap, cutoff_us=cap)
-            self.given_up |= given_up
+            nodes = NODES if self.nodes < MOST_NODES else NODES // 10
+            found = self.kinds.mixer(kind).best(held, finish_cap=finish_cap, cutoff_us=cap, nodes=nodes)
+            self.nodes += found.nodes
+            if found.mix:
+                self.missed_us = max(self.missed_us, found.mix.us - found.open_us)
+            else:
+                self.dropped_us = min(self.dropped_us, found.open_us)
             prices.exact[kind, e] = True
-            prices.us[kind, e] = mix.us if mix else np.inf
-            if mix:
-                prices.finish[kind, e] = mix.finish_us
-                prices.mixes[kind, e] = mix
+            prices.us[kind, e] = found.mix.us if found.mix else np.inf
+            if found.mix:
+                prices.finish[kind, e] = found.mix.finish_us
+                prices.mixes[kind, e] = found.mix.counts
         return bool(open_places)
+
+    def _every_mix(self, e: int) -> AllMixes | None:
+        """All mixes of a content, if they are few."""
+        if e not in self.every:
+            kinds, held = self.kinds, self.cuts.contents[e].tolist()
+            columns = [len(use) for use in kinds.use]
+            few = count_mixes(held, columns) * len(kinds.room) <= MOST_MIXES
+            rows = all_mixes(held, columns) if few else None
+            self.every[e] = (
+                None if rows is None else AllMixes(rows, kinds.columns, kinds.room[:, None], kinds.in_flight)
+            )
+        return self.every[e]
+
+    def _settle_all(self, prices: _Prices, e: int, every: AllMixes, finish_cap: float) -> None:
+        """Exact prices of a content on all kinds of stage."""
+        at, there = every.best(self.kinds.speed, finish_cap)
+        speed = self.kinds.speed[:, 0]
+        new = ~prices.exact[:, e]
+        prices.us[new, e] = np.where(there, speed * every.us[at], np.inf)[new]
+        prices.finish[new, e] = (speed * every.finish[at])[new]
+        prices.exact[:, e] = True
+        for kind in np.flatnonzero(new & there).tolist():
+            prices.mixes[kind, e] = (every, int(at[kind]))
+
+    def _by_run(self, row: Sequence[int]) -> Counts:
+        """Instances by useful column, all runs side by side, as instances by run and column."""
+        found = []
+        for run, use, start in zip(self.problem.runs, self.kinds.use, self.kinds.starts, strict=False):
+            counts = [0] * len(run.columns)
+            for i, column in enumerate(use):
+                counts[column] = row[start + i]
+            found.append(tuple(counts))
+        return tuple(found)
 
     def _solve(self, cap_us: float, finish_cap: float, floor_us: float) -> _Cut | None:
         """The least sum under both caps, kept if it is the best so far; None if there is none, or none of use.
@@ -406,7 +480,7 @@ class _Search:
         return _Cut(total, slowest, finish)
 
     def _prices(self, finish_cap: float) -> _Prices:
-        """Prices under a cap on finish: what is known without it stays exact where it keeps the cap, else is a bound."""
+        """Prices under a cap on finish: what is known without it stays exact if it keeps the cap, else is a bound."""
         if finish_cap not in self.prices:
             free = self.prices[math.inf]
             us = np.where(self.least_finish > finish_cap, np.inf, free.us)
@@ -421,19 +495,18 @@ class _Search:
             self.prices[finish_cap] = known
         return self.prices[finish_cap]
 
-    def _counts(self, prices: _Prices, kind: int, e: int) -> tuple[tuple[int, ...], ...]:
+    def _counts(self, prices: _Prices, kind: int, e: int) -> Counts:
         """Instances by run and column."""
-        if (kind, e) in prices.mixes:
-            return prices.mixes[kind, e].counts
-        counts = []
-        fastest = _fastest_columns(self.kinds)[kind]
-        for run, use, start, held, at in zip(
-            self.problem.runs, self.kinds.use, self.kinds.starts, self.cuts.contents[e], fastest, strict=False
-        ):
-            row = [0] * len(run.columns)
-            row[use[int(at - start)]] = int(held)
-            counts.append(tuple(row))
-        return tuple(counts)
+        mix = prices.mixes.get((kind, e))
+        if mix is None:
+            row = [0] * len(self.kinds.columns)
+            for at, held in zip(self.kinds.fastest[kind].tolist(), self.cuts.contents[e].tolist(), strict=True):
+                row[at] = held
+            return self._by_run(row)
+        if isinstance(mix[0], AllMixes):
+            every, at = mix
+            return self._by_run(every.rows[at].tolist())
+        return mix
 
 
 def _rest(region: _Region, cut: _Cut) -> list[tuple[float, float, float, float]]:
@@ -469,7 +542,7 @@ def _fastest_columns(kinds: _Kinds) -> Ints:
 
 def _fastest(kinds: _Kinds, held: Floats) -> tuple[Floats, Floats, Bools]:
     """[kind, content]: time and finish with all instances in their fastest columns, and whether that fits."""
-    at = _fastest_columns(kinds)
+    at = kinds.fastest
     us, finish, size = (np.take_along_axis(a, at, axis=1) @ held.T for a in (kinds.us, kinds.finish, kinds.size))
     transient = np.where(held[None, :, :] > 0, kinds.transient[at][:, None, :], 0.0).max(axis=2)
     return us, finish, size + transient <= kinds.room[:, None]
@@ -478,8 +551,8 @@ def _fastest(kinds: _Kinds, held: Floats) -> tuple[Floats, Floats, Bools]:
 def _relaxed_us(kinds: _Kinds, held: Floats) -> Floats:
     """[kind, content]: a bound on the time of a mix.
 
-    max over prices λ of Σ_r n_r · min_c (us + λ·bytes) − λ·(room − the least transient): the relaxation's value, if λ is
-    among the slopes between two columns of a run, and a bound at any λ.
+    max over prices λ of Σ_r n_r · min_c (us + λ·bytes) − λ·(room − the least transient): the relaxation's value, if
+    λ is among the slopes between two columns of a run, and a bound at any λ.
     """
     prices = _slopes(kinds)
     lines = np.where(kinds.fits, kinds.us, NEVER)[:, None, :] + prices[:, :, None] * kinds.size[:, None, :]

@@ -12,10 +12,8 @@ from autopar.ir.stages import (
     Column,
     Run,
     Stage,
-    StageEvaluation,
     StageProblem,
     device_cuts,
-    evaluate_stages,
 )
 
 
@@ -92,7 +90,7 @@ def line_cuts(problem: StageProblem) -> Iterator[tuple[tuple[int, ...], ...]]:
     for places in itertools.combinations(range(1, len(run_of)), len(problem.stages) - 1):
         ends = (0, *places, len(run_of))
         yield tuple(
-            tuple(run_of[a:b].count(r) for r in runs) for a, b in zip(ends, ends[1:], strict=False)
+            tuple(run_of[a:b].count(r) for r in runs) for a, b in itertools.pairwise(ends)
         )  # fmt: skip
 
 
@@ -179,7 +177,3 @@ def step_of(problem: StageProblem, rows: list[tuple[float, float, float]]) -> fl
     slowest = max(t + x for (t, _, _), x in zip(rows, exposed, strict=True))
     total = sum(t for t, _, _ in rows)
     return (m - ramp) * slowest + ramp * total + 2 * (p - 1) * problem.boundary_us + max(f for _, f, _ in rows)
-
-
-def judged(problem: StageProblem, assignment: Assignment) -> StageEvaluation:
-    return evaluate_stages(problem, assignment)
