@@ -50,7 +50,7 @@ def random_stage_problem(seed: int, *, chunks: int = 1) -> StageProblem:
     )
     micro_batches = rng.randint(1, 6)
     alike = rng.random() < 0.3
-    speeds = [rng.choice([1.0, 1.0, 1.5, 2.25]) for _ in range(stages)]
+    speeds = [rng.choice([1.0, 0.5, 0.75, 2.25]) for _ in range(stages)]
     scale = 3 if coarse else 750
     need = scale * instances / stages * rng.choice([0.3, 0.6, 1.0, 1.5, 4.0]) * (1 if alike else rng.uniform(0.8, 1.6))
     return StageProblem(

@@ -28,7 +28,7 @@ from autopar.ir.stages import (
 )
 from autopar.solver import mixes, solve_stages, stages_bound_us
 from autopar.solver import stages as room
-from tests.solver.stage_problems import BruteForce, random_stage_problem
+from tests.solver.stage_problems import BruteForce, random_column, random_stage_problem
 
 SEEDS = st.integers(min_value=0, max_value=10**6)
 
@@ -90,7 +90,35 @@ def test_optimum_by_knapsacks(seed: int) -> None:
         check_against_everything(random_stage_problem(seed))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(SEEDS)
+def test_a_knapsack_finds_the_best_of_all_mixes(seed: int) -> None:
+    """Two runs, up to 9 instances in up to 5 columns, with and without a cap on finish."""
+    rng = random.Random(seed)
+    runs = tuple(
+        Run(name="r", count=n, columns=tuple(random_column(rng, "c", False) for _ in range(rng.randint(2, 5))))
+        for n in (rng.randint(1, 3), rng.randint(2, 6))
+    )
+    stage = Stage(limit_bytes=rng.randint(300, 900) * sum(r.count for r in runs), in_flight=rng.choice([0.5, 1.0, 2.0]))
+    held = tuple(r.count for r in runs)
+    every = []
+    for row in mixes.all_mixes(held, [len(r.columns) for r in runs]).tolist():
+        counts = (tuple(row[: len(runs[0].columns)]), tuple(row[len(runs[0].columns) :]))
+        problem = StageProblem(name="one", runs=runs, stages=(stage,), ramp=0.0)
+        every.append(evaluate_stages(problem, Assignment(counts=(counts,))))
+    fitting = [(e.busy_us[0], e.finish_us[0]) for e in every if e.feasible]
+    mixer = mixes.Mixer(runs, [range(len(r.columns)) for r in runs], stage)
+    middle = sorted(f for _, f in fitting)[len(fitting) // 3] if fitting else 0.0
+    for cap in (math.inf, middle):
+        wanted = min((us for us, finish in fitting if finish <= cap), default=None)
+        found = mixer.best(held, finish_cap=cap)
+        assert (None if found.mix is None else found.mix.us) == wanted
+        assert math.isinf(found.open_us)
+        if wanted is not None:
+            assert mixer.best(held, finish_cap=cap, cutoff_us=wanted * (1 - 1e-9)).mix is None
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(SEEDS)
 def test_a_search_given_up_still_bounds(seed: int) -> None:
     problem = random_stage_problem(seed)
