@@ -133,7 +133,11 @@ def test_num16_pieces_draw_otherwise_and_replicas_alike(weights: Dropping) -> No
         m.manual_seed(0)
         return first, other, [given(m, x), given(m, x)]
 
-    for ranks, pins, dim in ((2, {"dp": 2, "zero": 0}, 0), (2, {"tp": 2}, 1), (4, {"dp": 2, "tp": 2}, 0)):
+    whole = {"tp": 2, "a": "tp:R", "b": "tp:R"}
+    layouts = on(2, whole, lambda m, x: next(iter(m._autopar.programs.values())).outputs[1], weights)
+    assert layouts[0].replicated, "two ranks that draw the same"
+    cases: Any = ((2, {"dp": 2, "zero": 0}, 0), (2, {"tp": 2}, 1), (4, {"dp": 2, "tp": 2}, 0), (2, whole, 0))
+    for ranks, pins, dim in cases:
         all_ranks = on(ranks, pins, work, weights)
         for first, other, again in all_ranks:
             kept = first[0] == 0
@@ -156,8 +160,9 @@ def test_num18_backward_uses_the_mask_of_its_forward(weights: Dropping) -> None:
             super().__init__()
             self.w = nn.Parameter(torch.ones(12, 12))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(self.w * x, 0.5, self.training).sum()
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = F.dropout(self.w * x, 0.5, self.training)
+            return h.sum(), h.detach()
 
     model = Watched().double()
     x = unequal(12, 12)
@@ -172,12 +177,13 @@ def test_num18_backward_uses_the_mask_of_its_forward(weights: Dropping) -> None:
     assert text != source.text
 
     def work(m: ParallelModule) -> list[Tensor]:
-        one, two = m(x), m(x)
+        (one, given), (two, others) = m(x), m(x)
         m(x)
         one.backward()
         first = m.w.grad.clone()
         m.w.grad = None
         two.backward()
+        assert same_draws([given, others], [first, m.w.grad]), "the forward's own mask"
         return [first, m.w.grad.clone()]
 
     (kept,) = on_ranks(graph, plan, model, work)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import math
 import subprocess
@@ -15,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar import Options, api
+from autopar import Options, api, launch
 from autopar.ir.solution import Solution, Status
+from autopar.runtime.groups import ranks_started
+from tests.cases.run import strategies, unequal
 
 ROUNDING = 1e-9
 
@@ -198,3 +202,112 @@ def test_no_choice_names_the_cuts_that_are_missing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(api, "minimise_memory", lambda *_, **__: None)
     with pytest.raises(autopar.InfeasibleError, match=r"no plan exists under these pins on mesh dp=5: .*cut 5 ways"):
         search(5, pins={"dp": 5})
+
+
+# ---- USE-09, USE-11 on processes: what a user's own script does with a compiled module
+
+
+class Results(nn.Module):
+    """Returns an object with `.loss` and `.logits`, as published models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits = self.down(torch.tanh(self.up(x)))
+        return SimpleResult(F.mse_loss(logits, y), logits)
+
+
+class SimpleResult(dict):  # type: ignore[type-arg]
+    def __init__(self, loss: Tensor, logits: Tensor) -> None:
+        super().__init__(loss=loss, logits=logits)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def loops(module: nn.Module) -> dict[str, list[float]]:
+    """Losses of plain loops, one after the other on the same module."""
+    x, y = unequal(6, 4), unequal(6, 6, seed=4)
+    found: dict[str, list[float]] = {}
+
+    def closing(optimizer: torch.optim.Optimizer) -> Any:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = module(x, y).loss
+            loss.backward()
+            return loss
+
+        return closure
+
+    for name, search in (("LBFGS", None), ("line search", "strong_wolfe")):
+        steps = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=4, line_search_fn=search)
+        found[name] = [steps.step(closing(steps)).item() for _ in range(2)]
+    for name, none in (("set to none", True), ("set to zero", False)):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-4)
+        found[name] = []
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=none)
+            loss = module(x, y).loss
+            loss.backward()
+            optimizer.step()
+            found[name].append(loss.item())
+    outside = F.mse_loss(module(x, y).logits.pow(2), y)
+    module.zero_grad()
+    outside.backward()
+    norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1e9)
+    found["loss outside"] = [outside.item(), float(norm)]
+    return found
+
+
+def read(module: nn.Module) -> dict[str, Any]:
+    """What a person reads of a module, and a copy of it."""
+    average = copy.deepcopy(module)
+    with torch.no_grad():
+        for mine in average.parameters():
+            mine.mul_(0.5)
+    saved = io.BytesIO()
+    torch.save(module.state_dict(), saved)
+    return {
+        "numbers": sum(p.numel() for p in module.parameters()),
+        "shapes": [tuple(p.shape) for p in module.parameters()],
+        "norms": [p.norm().item() for p in module.parameters()],
+        "of the copy": [p.norm().item() for p in average.parameters()],
+        "bytes": saved.tell() > 0,
+    }
+
+
+def used_there(strategy: str) -> list[Any]:
+    """(loops, reading) of the compiled module and of the plain one."""
+    torch.manual_seed(0)
+    plain = Results().double()
+    ranks = ranks_started()
+    options = Options(precision="fp64", pins=strategies(ranks)[strategy], differentiable="all")
+    batch = (unequal(6, 4), unequal(6, 6, seed=4))
+    module = autopar.compile(plain, autopar.ClusterSpec.load(f"rtx3090:{ranks}"), example_inputs=batch, options=options)
+    found = [loops(module), read(module)]
+    return [*found, loops(plain), read(plain)]
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [
+        (2, "tp"),
+        (3, "zero3"),
+        pytest.param(2, "dp", marks=pytest.mark.slow),
+        pytest.param(4, "dp2tp2", marks=pytest.mark.slow),
+    ],
+)
+def test_use09_11_a_users_script_on_processes(ranks: int, strategy: str) -> None:
+    """LBFGS, which asks for dot products of all gradients, among the loops."""
+    mine, seen, plain, wanted = launch(used_there, ranks, (strategy,), timeout_s=100)
+    for loop, losses in plain.items():
+        assert mine[loop] == pytest.approx(losses, rel=1e-9), loop
+    for what, value in wanted.items():
+        assert seen[what] == (value if what == "shapes" else pytest.approx(value, rel=1e-9)), what
