@@ -247,15 +247,16 @@ def plan_captured(
     options: Options,
     progress: Progress = _quiet,
     rules: sharding.RuleCache | None = None,
+    mesh: Mesh | None = None,
 ) -> Plan:
     """Search over mesh shapes, the most promising first. A mesh proven to be no better is not solved to the end.
 
-    `rules` keeps answers about ops for another search.
+    `rules` keeps answers about ops for another search. `mesh`: on this one only.
     """
     dump = _Dump(options.dump_dir)
     dump("captured", captured)
     task = Task.of(captured, cluster, options, rules)
-    candidates = _candidates(task, progress, dump)
+    candidates = _candidates(task, (mesh,) if mesh is not None else mesh_candidates(cluster, options), progress, dump)
     best: tuple[Candidate, Solution] | None = None
     bounds = []
     stopped: list[Mesh] = []
@@ -284,9 +285,8 @@ def _gap(candidate: Candidate, options: Options) -> float:
     return options.gap if sum(len(n.cost_us) for n in candidate.problem.nodes) > SMALL else 0.0
 
 
-def _candidates(task: Task, progress: Progress, dump: _Dump) -> list[Candidate]:
+def _candidates(task: Task, meshes: Sequence[Mesh], progress: Progress, dump: _Dump) -> list[Candidate]:
     """Every mesh with its problem, the lowest bound first; without those that can't hold a pinned layout."""
-    meshes = mesh_candidates(task.cluster, task.options)
     found, refused = [], []
     for i, mesh in enumerate(meshes):
         progress(f"price {mesh}", i / len(meshes))
@@ -493,7 +493,8 @@ class _Replanner:
         return _captured_call(self.model, request.args, request.kwargs, self.options)
 
     def _plan(self, captured: CapturedGraph) -> records.Plan:
-        return plan_captured(captured, self.cluster or self._named(), options=self.options, rules=self.rules)
+        mesh = mesh_of(self.plan)
+        return plan_captured(captured, self.cluster or self._named(), options=self.options, rules=self.rules, mesh=mesh)
 
     def _named(self) -> description.ClusterSpec:
         """The plan's cluster: as its file describes it, or by its name where the catalogue has it."""

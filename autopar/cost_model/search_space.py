@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import pairwise, permutations
 
 from autopar.errors import UserError
 from autopar.ir.cluster import ClusterSpec
@@ -11,7 +12,7 @@ from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.options import DEGREE_NAMES, Options
 
 ORDER = ("dp", "cp", "free", "tp")
-"""Mesh axes, slowest first: the heaviest traffic (tp) between neighbours."""
+"""Mesh axes, slowest first: the heaviest traffic (tp) between neighbours, who have the fastest links."""
 SEARCHED = frozenset({"dp", "tp"})
 """Axes that take any size unless told otherwise; the others have size 1 unless pinned or in `search_space`."""
 
@@ -19,14 +20,17 @@ SEARCHED = frozenset({"dp", "tp"})
 def mesh_candidates(cluster: ClusterSpec, options: Options) -> tuple[Mesh, ...]:
     """Meshes over all devices of `cluster` within pins and search space, the most promising first.
 
-    Axes of size 1 are left out: one device gives the mesh with no axes. Raises UserError where a pin names no axis, is
-    no size, or contradicts another pin, the search space or the device count.
+    Axes of size 1 are left out: one device gives the mesh with no axes. Where neighbours don't have the fastest links,
+    each mesh comes with its axes in every order. Raises UserError where a pin names no axis, is no size, or contradicts
+    another pin, the search space or the device count.
     """
     pins = axis_pins(options)
     allowed = _allowed(options)
     _check_pins(pins, allowed, cluster)
     choices = tuple(_choices(axis, pins, allowed, cluster.devices) for axis in ORDER)
-    meshes = [_mesh(sizes, cluster) for sizes in _products(choices, cluster.devices)]
+    orders = (ORDER,) if _neighbours_are_fastest(cluster) else tuple(permutations(ORDER))
+    products = [dict(zip(ORDER, sizes, strict=True)) for sizes in _products(choices, cluster.devices)]
+    meshes = list(dict.fromkeys(_mesh(order, sizes, cluster) for sizes in products for order in orders))
     if not meshes:
         raise UserError(_nothing_left(pins, allowed, cluster))
     return tuple(sorted(meshes, key=_promise))
@@ -125,11 +129,18 @@ def _products(choices: tuple[tuple[int, ...], ...], devices: int) -> Iterator[tu
                 yield (size, *rest)
 
 
-def _mesh(sizes: tuple[int, ...], cluster: ClusterSpec) -> Mesh:
+def _neighbours_are_fastest(cluster: ClusterSpec) -> bool:
+    """True if no link level is faster than one inside it."""
+    rates = [level.bytes_per_us for level in cluster.levels if level.size > 1]
+    return all(inside >= outside for inside, outside in pairwise(rates))
+
+
+def _mesh(order: tuple[str, ...], sizes: Mapping[str, int], cluster: ClusterSpec) -> Mesh:
     axes = []
-    for i, (name, size) in enumerate(zip(ORDER, sizes, strict=True)):
-        if size > 1:
-            axes.append(Axis(name=name, size=size, level=cluster.level_of(size, math.prod(sizes[i + 1 :]))))
+    for i, name in enumerate(order):
+        if sizes[name] > 1:
+            stride = math.prod(sizes[inner] for inner in order[i + 1 :])
+            axes.append(Axis(name=name, size=sizes[name], level=cluster.level_of(sizes[name], stride)))
     return Mesh(axes=tuple(axes))
 
 

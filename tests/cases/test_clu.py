@@ -19,10 +19,12 @@ from autopar import Options, api, launch
 from autopar.cost_model.clusters import dump_cluster, load_cluster, parse_cluster
 from autopar.cost_model.search_space import mesh_candidates
 from autopar.errors import ClusterError, InfeasibleError, PlanError, RankError, UserError
+from autopar.ir.plan import mesh_of
 from autopar.runtime import groups
+from autopar.runtime.threads import run_threads
 from autopar.verification import losses_of
 from tests.cases.lm import TinyLM, text
-from tests.cases.run import captured, compared, gradients, on_ranks, planned, same, strategies, unequal
+from tests.cases.run import agree, captured, compared, gradients, on_ranks, planned, same, strategies, unequal
 from tests.cost_model.helpers import cluster
 from tests.models import tiny
 
@@ -254,6 +256,36 @@ def test_clu12_one_stage_keeps_every_layer() -> None:
     assert set(plan.parameters) == {name for name, _ in model.named_parameters()}
     with pytest.raises(UserError, match="pp=2"):
         planned(graph, 2, {"pp": 2})
+
+
+# ---- CLU-15: the heavy axis on the fast links
+
+
+def test_clu15_link_speeds_decide_where_the_tensor_axis_lies() -> None:
+    """Two nodes of two: groups of tp lie in a node, or across where those links are the faster; right in both, also
+    for a batch that it plans again for. Seen to fail: the axes in one order whatever the links."""
+    model, batch = lm(width=24, heads=6), text()
+    graph = captured(model, batch)
+    options = Options(precision="fp64", pins={"dp": 2, "tp": 2})
+    inside, across = (5.0, 300.0), (5.0, 1.0)
+    for fast, slow, groups_ in (
+        (inside, across, ((0, 1), (2, 3))),
+        (across, inside, ((0, 2), (1, 3))),
+    ):
+        spec = cluster((2, *fast), (2, *slow))
+        plan = api.plan_captured(graph, spec, options=options)
+        assert mesh_of(plan).groups("tp") == groups_
+        assert api.verify(model, batch, options=options, plan=plan, captured=graph).ok
+
+        def again(rt: Any, spec: Any = spec, plan: Any = plan) -> None:
+            module = api.compile_on(copy.deepcopy(model), lambda *_: rt, spec, (), batch, plan=plan, options=options)
+            plain = copy.deepcopy(model)
+            for rows in (12, 6):
+                module(**text(rows=rows)).backward()
+                plain(**text(rows=rows)).backward()
+            agree(gradients(module), gradients(plain))
+
+        run_threads(mesh_of(plan), again)
 
 
 # ---- CLU-18: one sample on two devices

@@ -60,6 +60,17 @@ def test_tensor_axis_inside_a_node_comes_first() -> None:
     assert heavy.groups("tp") == ((0, 1, 2, 3), (4, 5, 6, 7))  # each within a node
 
 
+def test_axes_come_in_every_order_where_neighbours_are_not_the_fastest() -> None:
+    """CLU-15: link speeds decide where an axis lies (`tests/cases/test_clu.py`: which order is chosen)."""
+    slow_inside = cluster((2, 5.0, 10.0), (2, 1.0, 300.0))
+    assert {str(m) for m in mesh_candidates(slow_inside, Options())} == {"dp=4", "dp=2 × tp=2", "tp=2 × dp=2", "tp=4"}
+    across = next(m for m in mesh_candidates(slow_inside, Options()) if m.names == ("tp", "dp"))
+    assert across.groups("tp") == ((0, 2), (1, 3)) and [a.level for a in across.axes] == [1, 0]
+    assert len(mesh_candidates(slow_inside, Options(pins={"dp": 4}))) == 1
+    one_node = cluster((4, 1.0, 10.0), (1, 1.0, 300.0))
+    assert all(m.names != ("tp", "dp") for m in mesh_candidates(one_node, Options())), "a level of one has no links"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
