@@ -169,6 +169,28 @@ def test_x05_both_modes(ranks: int, pins: dict[str, Any]) -> None:
 
 
 @spread
+def test_x05_dropout_is_off_in_evaluation(ranks: int, pins: dict[str, Any]) -> None:
+    """And on again after train(), with new masks; a part of the model may be in another mode. Seen to fail: eval() that
+    runs the training program."""
+
+    def body(compile_: Compile) -> dict[str, Tensor]:
+        module = compile_(made(lambda: nn.Sequential(nn.Linear(12, 12, bias=False), nn.Dropout(0.5))), unequal(6, 12))
+        x, kept = unequal(6, 12), []
+        for _ in range(2):
+            module.train()
+            kept.append(module(x) != 0)
+            module.eval()
+            found = module(x)
+        assert 0.2 < float(kept[0].double().mean()) < 0.8 and not torch.equal(*kept)
+        module.train()
+        module.get_submodule("1").eval()
+        assert bool((module(x) != 0).all())
+        return {"evaluated": found.detach()}
+
+    on_ranks(ranks, pins, body)
+
+
+@spread
 def test_cap14_seventeen_samples_by_four(ranks: int, pins: dict[str, Any]) -> None:
     """An exact validation mean: each sample once."""
 

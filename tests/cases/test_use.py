@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ import autopar
 from autopar import Options, api, launch
 from autopar.ir.solution import Solution, Status
 from autopar.runtime.groups import ranks_started
-from tests.cases.run import strategies, unequal
+from tests.cases.run import same, strategies, unequal
 
 ROUNDING = 1e-9
 
@@ -202,6 +203,64 @@ def test_no_choice_names_the_cuts_that_are_missing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(api, "minimise_memory", lambda *_, **__: None)
     with pytest.raises(autopar.InfeasibleError, match=r"no plan exists under these pins on mesh dp=5: .*cut 5 ways"):
         search(5, pins={"dp": 5})
+
+
+# ---- USE-01: ops without a split rule
+
+
+@torch.library.custom_op("autopar_test_use::odd", mutates_args=())
+def odd(x: Tensor) -> Tensor:
+    """Of nobody's rules."""
+    return x * 3 + x.sum()
+
+
+odd.register_fake(torch.empty_like)
+odd.register_autograd(lambda ctx, g: g * 3 + g.sum())
+
+HARD: dict[str, Any] = {
+    "svd": lambda x: x * torch.linalg.svd(x)[1].sum(),
+    "unfold": lambda x: x.unfold(1, 2, 2).sum(-1).repeat(1, 2),
+    "nonzero": lambda x: x * len((x.detach() > 0).nonzero()),
+    "odd": odd,
+}
+
+
+class Hard(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.q, self.name = nn.Linear(6, 6), name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return HARD[self.name](self.q(x))
+
+
+class Holds(nn.Module):
+    """`blocks.1.attn` has the op."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"attn": m}) for m in (nn.Linear(6, 6), Hard(name)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block["attn"](x)
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", HARD)
+def test_use01_an_op_without_a_rule_runs_whole_and_is_listed_once(name: str, ranks: int) -> None:
+    """With op, module path and line, and right. Seen to fail: no notes."""
+    torch.manual_seed(0)
+    plan = same(Holds(name), (unequal(6, 6),), ranks, pins={"dp": ranks, "zero": 0})
+    whole = [n for n in plan.notes if n.kind in ("replicated", "region") and name in f"{n.message} {n.where}"]
+    ops = [n.message.split()[0] for n in whole]
+    assert whole and len(set(ops)) == len(ops), plan.notes
+    first = Hard.forward if name == "odd" else HARD[name]
+    line = first.__code__.co_firstlineno + (name == "odd")
+    for note in whole:
+        text = f"{note.where} {note.message}"
+        assert "blocks.1.attn" in text and re.search(rf"test_use\.py:{line}\b", text), text
 
 
 # ---- USE-09, USE-11 on processes: what a user's own script does with a compiled module
