@@ -215,10 +215,8 @@ class Weights:
 
     def load_safetensors(self, paths: Path | str | list[Path | str], *, strict: bool = True) -> None:
         """Take this rank's pieces from safetensors files, one tensor at a time, reading only the rows it needs."""
-        from safetensors import safe_open
-
         listed = paths if isinstance(paths, list) else [paths]
-        files = [safe_open(str(p), framework="pt") for p in listed]
+        files = [_opened(str(p)) for p in listed]
         where: dict[str, Any] = {key: f for f in files for key in f.keys()}  # type: ignore[no-untyped-call] # noqa: SIM118
         self.load(lambda key: _Slice(where[key], key), where.keys(), strict=strict)
 
@@ -268,6 +266,16 @@ class Weights:
             f"{len(self.unloaded)} tensors have no values yet (first: {min(self.unloaded - beside)}): the model was on "
             "the meta device; call load_full_state_dict(...) or load_safetensors(...) first"
         )
+
+
+def _opened(path: str) -> Any:
+    """A safetensors file. UserError naming it if it can't be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: no whole safetensors file: {str(error).splitlines()[0]}") from None
 
 
 class _Slice:

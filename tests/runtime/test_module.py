@@ -130,6 +130,23 @@ def test_a_model_on_meta_is_loaded_by_pieces(tmp_path: Path) -> None:
     run_threads(on, run, timeout_s=60)
 
 
+@pytest.mark.parametrize("kind", ["cut short", "header only", "empty", "other", "missing", "folder"])
+def test_a_damaged_weight_file_is_one_line_with_its_name(kind: str, tmp_path: Path) -> None:
+    model, _, captured, plan, source = drawn("mlp", mesh(dp=1), 0)
+    path = tmp_path / "weights.safetensors"
+    save_file(model.state_dict(), path)
+    whole = path.read_bytes()
+    damaged = {"cut short": whole[:-8], "header only": whole[:20], "empty": b"", "other": b"\x80" * 99}
+    if kind in damaged:
+        path.write_bytes(damaged[kind])
+    else:
+        path = tmp_path / "none" if kind == "missing" else tmp_path
+    module = ParallelModule(captured, plan, source, model, alone())
+    with pytest.raises(UserError) as caught:
+        module.load_safetensors(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_the_models_own_return_type_and_wrong_inputs() -> None:
     model, batch, captured, plan, source = drawn("mlp", mesh(dp=1), 0)
     module = ParallelModule(captured, plan, source, model, alone())
