@@ -26,15 +26,31 @@ from tests.cases.forced import Case, Function, case, check, grid, line, unpriced
 from tests.cases.functions import ints, labels
 from tests.cases.run import captured, compared, same, unequal
 
+_on_all = False
+
+
+@pytest.fixture(autouse=True)
+def everywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether `forced` takes 2, 3, 4 and 2 × 2 ranks in place of those that a row names."""
+    monkeypatch.setattr(f"{__name__}._on_all", getattr(request, "param", False))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test that forces layouts twice: on the ranks that it names, and by hand on all."""
+    if "forced" in metafunc.function.__code__.co_names:
+        more = pytest.param(True, marks=pytest.mark.slow, id="all ranks")
+        metafunc.parametrize("everywhere", [pytest.param(False, id="quick"), more], indirect=True)
+
 
 def forced(
     fn: Callable[..., Any], parameters: Mapping[str, Tensor], inputs: Mapping[str, Tensor] | None = None, *,
-    on: Iterable[Any], steps: int = 1, differs_from: Callable[..., Any] | None = None,
+    on: tuple[Any, ...], steps: int = 1, differs_from: Callable[..., Any] | None = None,
 ) -> tuple[Case, list[Plan]]:  # fmt: skip
     """Check a function on meshes (a number: that many ranks). `differs_from`: the usual wrong variant, which must fail
     against the right one's expected values."""
     inputs = dict(inputs or {})
     made = case(Function(fn, parameters, inputs), inputs, steps=steps)
+    on = (*on, *(x for x in (2, 3, 4, grid()) if x not in on)) if _on_all else on
     plans = check(made, *(line(n) if isinstance(n, int) else n for n in on))
     if differs_from is not None:
         other = case(Function(differs_from, parameters, inputs), inputs, steps=1)
