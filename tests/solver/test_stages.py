@@ -133,6 +133,24 @@ def test_a_search_given_up_still_bounds(seed: int) -> None:
         assert (solution.status is Status.OPTIMAL) == (solution.bound_us == solution.step_us)
 
 
+def test_a_search_given_up_says_so_where_it_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    worse = 0
+    for seed in range(10, 33):
+        rng = random.Random(seed)
+        run = Run(name="r", count=17, columns=tuple(random_column(rng, "c", False) for _ in range(5)))
+        stages = tuple(Stage(limit_bytes=rng.randint(3000, 6000), in_flight=3 - s) for s in range(3))
+        problem = StageProblem(name="given up", runs=(run,), stages=stages, micro_batches=6)
+        best = solved(problem)
+        with monkeypatch.context() as patch:
+            patch.setattr(room, "MOST_MIXES", 0)
+            patch.setattr(room, "NODES", 1)
+            found = solved(problem)
+        if best.assignment is not None and found.step_us > best.step_us * (1 + 1e-9):
+            worse += 1
+            assert found.status is Status.FEASIBLE and found.bound_us <= best.step_us
+    assert worse
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(SEEDS)
 def test_least_memory(seed: int) -> None:
