@@ -12,7 +12,7 @@ help:
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml scripts/setup $(wildcard native/*.* native/kernels/*)
+$(INSTALLED): pyproject.toml scripts/setup $(wildcard native/*.* native/kernels/* native/pairwise/*)
 	@scripts/setup
 	@touch $@
 

@@ -1,4 +1,5 @@
-"""Our C++ kernels (`native/`), opened through ctypes. The only file that knows their names and arguments.
+"""Our C++ kernels (`native/`), opened through ctypes. The only file that knows their names and arguments
+(but for the search of large problems: solver/pairwise/native.py).
 
 The library is optional: everything that it does is done in PyTorch too, with the same bits. It is looked for beside the
 package, then where autopar is installed. A library that was built from other sources than those beside the package is
@@ -126,6 +127,7 @@ def source_digest() -> str | None:
     """SHA-256 over the kernel sources beside the package, as native/CMakeLists.txt takes it; None if there are none."""
     folder = PACKAGE.parent / "native"
     files = [*folder.glob("*.cpp"), *folder.glob("*.h"), *folder.glob("kernels/*.cpp"), *folder.glob("CMakeLists.txt")]
+    files += [*folder.glob("pairwise/*.cpp"), *folder.glob("pairwise/*.h")]
     if not files:
         return None
     names = sorted(f.relative_to(folder).as_posix() for f in files)
