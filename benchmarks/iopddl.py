@@ -39,7 +39,7 @@ def main() -> None:
 def row(path: Path, name: str, best: int | None, limit_s: float) -> None:
     command = [sys.executable, "-m", "autopar.solver", str(path), "--json", "--time-limit", str(limit_s)]
     began = time.perf_counter()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - began
     if done.returncode != 0:
         print(f"{name:4} {done.stderr.strip().splitlines()[-1]} (exit {done.returncode}, {seconds:.1f} s)")

@@ -135,16 +135,13 @@ def _natively(
         walked = small.search(left(), rounds, threads, told)
         proven = walked.choice is not None and walked.cost - walked.bound < 1.0
         outcome = _Outcome(choice=walked.choice, bound=walked.bound, done=walked.ended, proven=proven)
-        if (
-            proven
-            or rounds is not None
-            or not walked.ended
-            or small.entries > MIDDLE_ENTRIES
-            or left() < LEAST_PROGRAM_S
-        ):
+        if proven or rounds is not None or not walked.ended or small.entries > MIDDLE_ENTRIES:
             return outcome
+        cut_short = replace(outcome, done=False)  # by time, if the MIP is
+        if left() < LEAST_PROGRAM_S:
+            return cut_short
         say("the rest of the time goes to a MIP of what is left")
-        return _program(small, outcome, walked.bound, left())
+        return _program(small, cut_short, walked.bound, left())
 
 
 def _program(small: Reduced, known: _Outcome | None, bound: float, left_s: float) -> _Outcome:
