@@ -16,8 +16,8 @@ from autopar.ir.solution import Status
 from autopar.solver.pairwise import PairwiseProblem, PairwiseSolution, read_problem, solve_pairwise
 
 PROGRESS_S = 5.0  # between lines of progress
-RESERVE_S = 0.5  # of the time limit, for the referee, the answer and leaving
-RESERVE_PART = 0.01
+RESERVE_S = 1.0  # of the time limit, for the referee, the answer and leaving
+RESERVE_PART = 0.02
 SHOWN = 60  # strategies of a choice in one line for people
 
 
@@ -33,7 +33,10 @@ def main(arguments: list[str] | None = None, spent_s: float = 0.0) -> int:
         spent = time.perf_counter() - began
         solution = solve_pairwise(
             problem,
-            time_limit_s=given.time_limit - spent - RESERVE_S - RESERVE_PART * given.time_limit,
+            time_limit_s=given.time_limit
+            - spent
+            - min(RESERVE_S, given.time_limit / 10)
+            - RESERVE_PART * given.time_limit,
             rounds=given.rounds,
             threads=given.threads,
             say=_Progress(spent),

@@ -29,6 +29,7 @@ from autopar.solver.pairwise.problem import FORBIDDEN, PairwiseProblem, Priced, 
 SMALL_ENTRIES = 3_000  # edge costs for which a MIP is quicker than a search
 MIDDLE_ENTRIES = 40_000  # edge costs for which a MIP is tried with the time that a search leaves
 LEAST_PROGRAM_S = 2.0  # less time than this is not worth a MIP
+PROGRAM_PART = 0.9  # of the time left is the MIP's: it looks at the clock between steps that can take long
 SUM_BITS = 59  # all costs together stay below 2^59 in the search, and that below FORBIDDEN
 
 Said = Callable[[str], None]
@@ -141,7 +142,7 @@ def _natively(
         if left() < LEAST_PROGRAM_S:
             return cut_short
         say("the rest of the time goes to a MIP of what is left")
-        return _program(small, cut_short, walked.bound, left())
+        return _program(small, cut_short, walked.bound, PROGRAM_PART * left())
 
 
 def _program(small: Reduced, known: _Outcome | None, bound: float, left_s: float) -> _Outcome:
