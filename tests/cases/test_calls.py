@@ -29,8 +29,12 @@ from tests.cases.lm import TinyLM, text
 from tests.cases.run import unequal
 
 Compile = Callable[..., ParallelModule]
-PLANS = [(1, {}), (2, {"dp": 2}), (3, {"dp": 3, "zero": 3}), (2, {"tp": 2})]
-spread = pytest.mark.parametrize(("ranks", "pins"), PLANS, ids=[f"{r}{p}" for r, p in PLANS])
+PLANS: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {"dp": 2}), (3, {"dp": 3, "zero": 3}), (2, {"tp": 2})]
+FOUR: tuple[int, dict[str, Any]] = (4, {"dp": 2, "tp": 2})
+spread = pytest.mark.parametrize(
+    ("ranks", "pins"),
+    [pytest.param(r, p, id=f"{r}{p}", marks=pytest.mark.slow if r == 4 else ()) for r, p in [*PLANS, FOUR]],
+)
 
 
 def on_ranks(ranks: int, pins: dict[str, Any], body: Callable[[Compile], dict[str, Tensor]]) -> None:
