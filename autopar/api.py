@@ -625,10 +625,11 @@ def verify_source(
     def rank(rt: Communicator) -> Trained:
         module = ParallelModule(captured, plan, source, model, rt)
         layouts = {name: parse_layout(p.layout, rt.mesh) for name, p in plan.parameters.items()}
+        shapes = {p.name: p.meta.shape for p in captured.parameters}
         whole = replicated(rt.mesh)
         return train(
             module, lambda m: _called(m, example_inputs),
-            lambda name, piece: rt.convert(piece, layouts[name], whole), steps, module.full_state_dict,
+            lambda name, piece: rt.convert(piece, layouts[name], whole, shapes[name]), steps, module.full_state_dict,
         )  # fmt: skip
 
     drawing = any(is_random(n.op) for g in captured.graphs for n in g.nodes)

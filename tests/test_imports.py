@@ -35,9 +35,13 @@ ALLOWED: dict[str, set[str]] = {
 }
 """Room -> rooms that it may import, besides `errors` and itself. `api` and the package's face: all but the front."""
 
-MODULES = {("tracer", "autopar.ops.custom"), ("solver", "autopar.runtime.native")}
-"""(room, single module of another room that it may import): our own operators are defined once, beside their rules; the
-C++ library is found in one place."""
+MODULES = {
+    ("tracer", "autopar.ops.custom"),
+    ("tracer", "autopar.ops.units"),
+    ("solver", "autopar.runtime.native"),
+}
+"""(room, single module of another room that it may import): our own operators are defined once, beside their rules;
+which rows stay together follows from the rules; the C++ library is found in one place."""
 
 
 def room_of(path: Path) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import CompilerError
 from autopar.ir.graph import Phase, Ref
-from autopar.ir.layout import divides, local_shape
+from autopar.ir.layout import fits, local_shape
 from autopar.ir.plan import Plan
 from autopar.ir.program import CallBlock, Compute, Convert, Free, Function, Local, Program, Step
 
@@ -143,9 +143,9 @@ class _Walk:
     def _shape(self, local: Local) -> None:
         whole = self.program.metas[self.function.graph][local.value]
         mesh = self.program.mesh
-        if not divides(local.layout, whole.shape, mesh) or local.meta.dtype != whole.dtype:
+        if not fits(local.layout, whole.shape) or local.meta.dtype != whole.dtype:
             self._fail(f"{local}: {whole} cannot be cut so on mesh {mesh}")
-        if local_shape(whole.shape, local.layout, mesh) != local.meta.shape:
+        if local_shape(whole.shape, local.layout, mesh, whole.units) != local.meta.shape:
             self._fail(f"{local}: wrong piece of {whole} on mesh {mesh}")
 
     def _fail(self, message: str) -> None:

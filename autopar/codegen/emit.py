@@ -9,9 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.codegen import tables
-from autopar.codegen.render import call, collective, gives_list, shape, short
+from autopar.codegen.render import call, collective, gives_list, own_key, own_name, own_piece, shape, short
 from autopar.codegen.roll import Alias, Item, Loop, roll
+from autopar.codegen.scope import reads, writes
+from autopar.ir.cuts import Own, piece
 from autopar.ir.graph import Phase
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import (
     CallBlock,
     Compute,
@@ -103,6 +106,23 @@ class _Writer:
         self.stored: set[int] = set()
         self.steps: list[Step] = [s for s in function.steps if not isinstance(s, Free)]
         self.turns: list[Step] = []
+        self.owns = _owns(function)
+        self.renamed = {**self.renamed, **self._own_names()}
+
+    def _own_names(self) -> dict[str, str]:
+        """A name for each number that depends on the rank, unlike the names of tensors."""
+        fn = self.function
+        taken = {n for s in fn.steps for n in (*reads(s), *writes(s))}
+        for locals_ in (fn.parameters, fn.buffers, fn.constants, fn.inputs, fn.tangents, fn.saved):
+            taken |= {x.name for x in locals_}
+        found: dict[str, str] = {}
+        for key, own in self.owns.items():
+            name = own_name(own)
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            found[key] = name
+        return found
 
     def write(self) -> None:
         fn = self.function
@@ -114,6 +134,8 @@ class _Writer:
             self._unpack_saved()
             if not fn.block:
                 self._line(1, f"gradients = [None] * {len(fn.parameters)}")
+        for key, own in self.owns.items():
+            self._line(1, f"{self.renamed[key]} = {own_piece(own)}", note=_pieces(own, self.program.mesh))
         drawing = tables.draws(fn)
         if drawing:
             path = f"{tables.instances_name(fn.block)}[i]" if fn.block else '""'
@@ -312,6 +334,33 @@ def _sides(step: Step, part: int) -> tuple[tuple[Local | None, ...], tuple[Local
             return step.inputs, step.outputs
         case Free():
             return (), ()
+
+
+def _owns(function: Function) -> dict[str, Own]:
+    """Pieces of dims, by `own_key`, that a function's steps speak of."""
+    found: dict[str, Own] = {}
+
+    def look(tree: object) -> None:
+        if isinstance(tree, Own):
+            found.setdefault(own_key(tree), replace(tree, part="length"))
+        elif isinstance(tree, (tuple, list)):
+            for item in tree:
+                look(item)
+
+    for step in function.steps:
+        if isinstance(step, Compute):
+            look((step.args, step.kwargs))
+        elif isinstance(step, Convert):
+            look(tuple(part.sizes for part in step.steps))
+    return found
+
+
+def _pieces(own: Own, mesh: Mesh) -> str:
+    """The largest and the last piece, for people."""
+    sizes = [mesh.axis(a).size for a in own.axes]
+    first = piece(own.whole, [(n, 0) for n in sizes], own.unit).length
+    last = piece(own.whole, [(n, n - 1) for n in sizes], own.unit).length
+    return f"{first} rows, {last} on the last rank"
 
 
 _DOCS = {

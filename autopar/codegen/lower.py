@@ -148,6 +148,7 @@ class _Lowering:
             self.context.layouts.mesh,
             tuple(i.meta for i in inputs),
             tuple(None if o is None else o.meta for o in outputs),
+            tuple(self.names.metas[r] for r in node.refs),
         )
         return Compute(
             function=call.function,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopar.errors import CompilerError
+from autopar.ir.cuts import Own
 from autopar.ir.graph import Ref, TorchConst
 from autopar.ir.program import Collective, Compute, Local
 from autopar.ir.reshard import Collective as Kind
@@ -21,6 +22,8 @@ def literal(arg: Any, rename: Mapping[str, str]) -> str:
     match arg:
         case Ref():
             return rename.get(arg.name, arg.name)
+        case Own():
+            return f"{rename.get(own_key(arg), own_name(arg))}.{arg.part}"
         case TorchConst(kind="device"):
             return "rt.device"
         case TorchConst():
@@ -37,6 +40,22 @@ def literal(arg: Any, rename: Mapping[str, str]) -> str:
 
 def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def own_name(own: Own) -> str:
+    """What a function calls this rank's piece of a dim, before it makes the name its own: "dp_7"."""
+    return "_".join((*own.axes, str(own.whole), *([str(own.unit)] if own.unit > 1 else [])))
+
+
+def own_key(own: Own) -> str:
+    """Where a table of new names has the one of this piece; no tensor is called so."""
+    return f"own {own_name(own)}"
+
+
+def own_piece(own: Own) -> str:
+    """The right-hand side of such a name."""
+    axes = f'"{own.axes[0]}"' if len(own.axes) == 1 else literal(own.axes, {})
+    return f"rt.piece({own.whole}, {axes}{f', {own.unit}' if own.unit > 1 else ''})"
 
 
 def call(step: Compute, rename: Mapping[str, str]) -> str:
@@ -68,7 +87,8 @@ def collective(part: Collective, rename: Mapping[str, str]) -> str:
         dims = f", {step.dim}, {step.to_dim}"
     elif step.collective is not Kind.ALL_REDUCE:
         dims = f", {step.dim}"
-    return f'rt.{step.collective.value}({name}, "{step.axis}"{dims})'
+    sizes = "".join(f", {k}={literal(v, rename)}" for k, v in part.sizes)
+    return f'rt.{step.collective.value}({name}, "{step.axis}"{dims}{sizes})'
 
 
 def shape(local: Local) -> str:

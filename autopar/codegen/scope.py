@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import CompilerError
+from autopar.ir.cuts import Own, chunk, is_even
 from autopar.ir.graph import Graph, TensorMeta
-from autopar.ir.layout import Layout, divides, local_shape
+from autopar.ir.layout import Layout, fits, local_shape, unit_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import CallBlock, Collective, Compute, Convert, Free, Local, Place, Step
-from autopar.ir.reshard import plan_reshard
+from autopar.ir.reshard import Collective as Kind
+from autopar.ir.reshard import ReshardStep, plan_reshard
 
 RESERVED = frozenset(
     {
@@ -57,11 +59,11 @@ class Names:
         return self._add(self._free(f"{value}_{tail}"), value, layout)
 
     def local_meta(self, value: str, layout: Layout) -> TensorMeta:
-        """Shape of one piece; CompilerError if the layout doesn't divide the value."""
+        """Shape of the largest piece; CompilerError if the layout cuts a dim that the value lacks."""
         meta = self.metas[value]
-        if not divides(layout, meta.shape, self.mesh):
+        if not fits(layout, meta.shape):
             raise CompilerError(f"{value}: {meta} cannot be cut as {layout} on mesh {self.mesh}")
-        return TensorMeta(local_shape(meta.shape, layout, self.mesh), meta.dtype)
+        return TensorMeta(local_shape(meta.shape, layout, self.mesh, meta.units), meta.dtype)
 
     def _add(self, name: str, value: str, layout: Layout) -> Local:
         found = self._locals[(value, layout)] = Local(name, value, layout, self.local_meta(value, layout))
@@ -138,9 +140,41 @@ def conversion(before: Local, after: Local, names: Names, place: Place) -> Conve
     steps, at = [], before.name
     for step in path:
         meta = names.local_meta(before.value, step.after)
-        steps.append(Collective(step=step, before=at, after=replace(after, layout=step.after, meta=meta)))
+        sizes = step_sizes(step, names.metas[before.value], names.mesh)
+        steps.append(Collective(step=step, before=at, after=replace(after, layout=step.after, meta=meta), sizes=sizes))
         at = after.name
     return Convert(before=before, after=after, steps=tuple(steps), place=place)
+
+
+def step_sizes(step: ReshardStep, meta: TensorMeta, mesh: Mesh) -> tuple[tuple[str, int | Own], ...]:
+    """What unequal pieces don't say themselves (`Collective.sizes`); nothing where they are equal."""
+    found: list[tuple[str, int | Own]] = []
+    if step.dim >= 0:
+        length, unit = _before_cut(step, step.dim, step.before if step.collective in _JOINS else step.after, meta, mesh)
+        if unit and step.collective in _JOINS:
+            found.append(("length", length))
+        if unit > 1:
+            found.append(("unit", unit))
+    if step.to_dim >= 0:
+        _, unit = _before_cut(step, step.to_dim, step.after, meta, mesh)
+        if unit > 1:
+            found.append(("cut_unit", unit))
+    return tuple(found)
+
+
+_JOINS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+
+
+def _before_cut(step: ReshardStep, dim: int, cut: Layout, meta: TensorMeta, mesh: Mesh) -> tuple[int | Own, int]:
+    """(rows of a dim that the step's axis cuts in `cut`; their unit, or 0 where the pieces are equal)."""
+    length, unit, even = meta.shape[dim], unit_of(meta.units, dim), True
+    around = tuple(a for a in cut.axes_of(dim) if a != step.axis)
+    for axis in around:
+        parts = mesh.axis(axis).size
+        even, length = even and is_even(length, parts, unit), chunk(length, parts, unit)
+    if even and is_even(length, mesh.axis(step.axis).size, unit):
+        return length, 0
+    return (length if even else Own(meta.shape[dim], around, unit)), unit
 
 
 def reads(step: Step) -> tuple[str, ...]:

@@ -240,7 +240,7 @@ def _memory(
         late = saved_readers(wire, priced.wiring, prices)
         wanted = {value.consumers[i].wants[solution.choice[value.consumers[i].node]] for i in late}
         for q in wanted:
-            piece = TensorMeta(local_shape(wire.meta.shape, layouts[q], priced.mesh), wire.meta.dtype)
+            piece = TensorMeta(local_shape(wire.meta.shape, layouts[q], priced.mesh, wire.meta.units), wire.meta.dtype)
             total["activations"] += piece.nbytes * wire.saved_count
     used = evaluate(priced.problem, solution.choice).used_bytes
     total["working set"] = max(0, max(used, default=0) - sum(total.values()))

@@ -77,11 +77,13 @@ class _Context:
     pieces: dict[tuple[TensorMeta, Layout], TensorMeta]
 
     def piece(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
-        """Local meta of one device."""
+        """Local meta of the device with the largest piece."""
         key = (meta, layout)
         found = self.pieces.get(key)
         if found is None:
-            found = self.pieces[key] = TensorMeta(local_shape(meta.shape, layout, self.table.mesh), meta.dtype)
+            found = self.pieces[key] = TensorMeta(
+                local_shape(meta.shape, layout, self.table.mesh, meta.units), meta.dtype
+            )
         return found
 
 

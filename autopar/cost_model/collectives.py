@@ -19,7 +19,7 @@ from autopar.cost_model.groups import Levels, group_levels, group_us
 from autopar.cost_model.measured import Measured, measured_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import ITEM_BYTES, TensorMeta
-from autopar.ir.layout import Kind, Layout, divides
+from autopar.ir.layout import Layout, fits, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import Collective, ReshardStep, plan_reshard
 
@@ -75,28 +75,35 @@ def _copy_us(nbytes: float, cluster: ClusterSpec) -> float:
     return max(2 * nbytes / memory_bytes_per_us(group.device) for group in cluster.groups)
 
 
-def local_bytes(meta: TensorMeta, layout: Layout, mesh: Mesh) -> float:
-    """Bytes of one device's piece of a tensor of global `meta`."""
-    parts = 1
-    for axis, placement in zip(mesh.axes, layout.placements, strict=True):
-        if placement.kind is Kind.SHARD:
-            parts *= axis.size
-    return math.prod(meta.shape) * ITEM_BYTES[meta.dtype] / parts
+def step_bytes(meta: TensorMeta, step: ReshardStep, mesh: Mesh) -> float:
+    """V of one step. Where pieces aren't equal, each is padded to the largest for the journey.
+
+    So a gathered, scattered or sliced dim counts as (largest piece) · n; what is exchanged has the largest piece of the
+    dim that it comes cut in, and all n padded pieces of the dim that it leaves cut in.
+    """
+    before, after = (local_shape(meta.shape, layout, mesh, meta.units) for layout in (step.before, step.after))
+    item, n = ITEM_BYTES[meta.dtype], mesh.axis(step.axis).size
+    match step.collective:
+        case Collective.ALL_REDUCE:
+            return float(math.prod(before) * item)
+        case Collective.ALL_GATHER:
+            return float(math.prod(before) * item * n)
+        case Collective.ALL_TO_ALL:
+            whole = before[step.to_dim]
+            return float(math.prod(before) // whole * after[step.to_dim] * n * item) if whole else 0.0
+        case _:
+            return float(math.prod(after) * item * n)
 
 
 def is_view_slice(meta: TensorMeta, step: ReshardStep, mesh: Mesh) -> bool:
     """True if a slice leaves a contiguous piece: every dim before the cut one has size 1 on the device."""
-    before = dict.fromkeys(range(step.dim), 1)
-    for axis, placement in zip(mesh.axes, step.before.placements, strict=True):
-        if placement.dim in before:
-            before[placement.dim] *= axis.size
-    return all(meta.shape[dim] == parts for dim, parts in before.items())
+    return all(n == 1 for n in local_shape(meta.shape, step.before, mesh, meta.units)[: step.dim])
 
 
 def price_reshard(meta: TensorMeta, before: Layout, after: Layout, mesh: Mesh, price: CollectivePrice) -> float:
     """Σ over `plan_reshard(before, after)` of `price(collective, bytes, axis)`.
 
-    inf where there is no way, and where a layout on the way does not divide the shape: it could not be emitted.
+    inf where there is no way, and where a layout on the way cuts a dim that isn't there.
     """
     steps = price_steps(meta, before, after, mesh, price)
     return math.inf if steps is None else sum(steps)
@@ -111,13 +118,12 @@ def price_steps(
         return None
     found = []
     for step in steps:
-        if not (divides(step.before, meta.shape, mesh) and divides(step.after, meta.shape, mesh)):
+        if not (fits(step.before, meta.shape) and fits(step.after, meta.shape)):
             return None
         if step.collective is Collective.SLICE and is_view_slice(meta, step, mesh):
             found.append(0.0)
             continue
-        larger = max(local_bytes(meta, step.before, mesh), local_bytes(meta, step.after, mesh))
-        found.append(price(step.collective, larger, step.axis))
+        found.append(price(step.collective, step_bytes(meta, step, mesh), step.axis))
     return found
 
 

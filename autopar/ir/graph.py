@@ -23,10 +23,14 @@ TOKEN = "token"
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Global shape and dtype name ("float32")."""
+    """Global shape and dtype name ("float32").
+
+    `units`: per dim the rows that a cut keeps together (`autopar.ir.cuts`); () means 1 throughout.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    units: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def numel(self) -> int:

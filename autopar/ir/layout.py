@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+from autopar.ir.cuts import chunk, is_even, piece
 from autopar.ir.mesh import Mesh
 
 
@@ -82,35 +83,49 @@ def replicated(mesh: Mesh) -> Layout:
     return Layout(mesh.names, (R,) * len(mesh.axes))
 
 
-def divides(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
-    """True if every sharded dim exists and its size is a multiple of the product of the axes that cut it, and not 0."""
-    parts: dict[int, int] = {}
+def fits(layout: Layout, shape: tuple[int, ...]) -> bool:
+    """True if every sharded dim exists and isn't empty. Pieces need not be equal: see `autopar.ir.cuts`."""
+    return all(p.kind is not Kind.SHARD or (p.dim < len(shape) and shape[p.dim] > 0) for p in layout.placements)
+
+
+def divides(layout: Layout, shape: tuple[int, ...], mesh: Mesh, units: tuple[int, ...] = ()) -> bool:
+    """True if the layout fits and the pieces of every device are equal."""
+    left = list(shape)
     for axis, placement in zip(mesh.axes, layout.placements, strict=True):
         if placement.kind is Kind.SHARD:
-            if placement.dim >= len(shape):
+            if placement.dim >= len(shape) or shape[placement.dim] <= 0:
                 return False
-            parts[placement.dim] = parts.get(placement.dim, 1) * axis.size
-    return all(shape[dim] > 0 and shape[dim] % n == 0 for dim, n in parts.items())
+            n, unit = left[placement.dim], unit_of(units, placement.dim)
+            if not is_even(n, axis.size, unit):
+                return False
+            left[placement.dim] = n // axis.size
+    return True
 
 
-def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of one device's piece; the layout must divide the shape."""
+def unit_of(units: tuple[int, ...], dim: int) -> int:
+    """Rows of dim `dim` that stay together; () means 1 throughout."""
+    return units[dim] if units else 1
+
+
+def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh, units: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Shape of the largest piece, the first device's."""
     local = list(shape)
     for axis, placement in zip(mesh.axes, layout.placements, strict=True):
         if placement.kind is Kind.SHARD:
-            local[placement.dim] //= axis.size
+            local[placement.dim] = chunk(local[placement.dim], axis.size, unit_of(units, placement.dim))
     return tuple(local)
 
 
-def local_offset(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Index of the first element of `rank`'s piece in each dim."""
-    coordinate = mesh.coordinate(rank)
-    start, size = [0] * len(shape), list(shape)
-    for axis, at, placement in zip(mesh.axes, coordinate, layout.placements, strict=True):
+def local_piece(
+    shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int, units: tuple[int, ...] = ()
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(index of the first element, shape) of `rank`'s piece."""
+    parts: dict[int, list[tuple[int, int]]] = {}
+    for axis, at, placement in zip(mesh.axes, mesh.coordinate(rank), layout.placements, strict=True):
         if placement.kind is Kind.SHARD:
-            size[placement.dim] //= axis.size
-            start[placement.dim] += at * size[placement.dim]
-    return tuple(start)
+            parts.setdefault(placement.dim, []).append((axis.size, at))
+    found = [piece(n, parts.get(d, ()), unit_of(units, d)) for d, n in enumerate(shape)]
+    return tuple(p.start for p in found), tuple(p.length for p in found)
 
 
 _TERM = re.compile(r"^(\w+):(R|P|S\((\d+)\))$")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.ir.cuts import Own
 from autopar.ir.graph import Phase, TensorMeta
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -17,7 +18,7 @@ from autopar.ir.reshard import ReshardStep
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """This rank's piece of `value` in `layout`. `meta` is local."""
+    """This rank's piece of `value` in `layout`. `meta` is local: of the largest piece, where pieces aren't equal."""
 
     name: str
     value: str
@@ -39,7 +40,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """A call on local tensors. `args` and `kwargs` hold `Ref`s to names of `Local`s, `TorchConst`s and literals.
+    """A call on local tensors. `args` and `kwargs` hold `Ref`s to names of `Local`s, `TorchConst`s, literals, and `Own`
+    numbers.
 
     `wants` has the layout that the strategy asks of each of `inputs`, the tensor arguments in `Node.refs` order.
     """
@@ -59,11 +61,16 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One step of a conversion, from `before` (a name) to `after`."""
+    """One step of a conversion, from `before` (a name) to `after`.
+
+    `sizes` says what pieces that aren't equal don't say themselves: "length" (of the joined dim), "unit" of it, and
+    "cut_unit" (of an all-to-all, of the dim cut afterwards).
+    """
 
     step: ReshardStep
     before: str
     after: Local
+    sizes: tuple[tuple[str, int | Own], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.after} = {self.step} {self.before}"

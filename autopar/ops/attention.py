@@ -11,7 +11,19 @@ from collections.abc import Iterator, Mapping
 from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.layout import P, Placement, R, S
 from autopar.ir.strategy import Rule
-from autopar.ops.entry import Metas, OpEntry, OutMetas, arg, broadcast_cut, mask_outputs, ref_positions, rule
+from autopar.ops.entry import (
+    LocalCall,
+    LocalContext,
+    Lower,
+    Metas,
+    OpEntry,
+    OutMetas,
+    arg,
+    broadcast_cut,
+    mask_outputs,
+    ref_positions,
+    rule,
+)
 
 
 def _mask(node: Node, metas: Metas, dim: int) -> tuple[Placement, ...]:
@@ -48,6 +60,18 @@ def _backward(node: Node, metas: Metas) -> Iterator[Rule]:
         yield Rule(mask_outputs(node, (S(2), P, P)), ins)
 
 
+def _local(name: str) -> Lower:
+    """torch's kernel divides by zero on an empty piece, so a form that looks where pieces aren't equal."""
+
+    def local(here: LocalContext) -> LocalCall:
+        first = _QUERY[here.node.op]
+        if any(here.in_cut(d, first) for d in range(3)):
+            return LocalCall(f"local_ops.{name}", here.node.args, here.node.kwargs)
+        return here.same()
+
+    return local
+
+
 def _product(query: TensorMeta, key: TensorMeta) -> float:
     """2 · batch · heads · queries · keys · head size: one of the products in attention."""
     batch, heads, queries, size = query.shape
@@ -64,8 +88,10 @@ def _backward_flops(node: Node, inputs: Metas, outputs: OutMetas) -> float:
 
 
 ATTENTION: Mapping[str, OpEntry] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": OpEntry(rules=_forward, flops=_forward_flops),
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": OpEntry(
+        rules=_forward, local=_local("attention"), flops=_forward_flops
+    ),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": OpEntry(
-        rules=_backward, flops=_backward_flops
+        rules=_backward, local=_local("attention_backward"), flops=_backward_flops
     ),
 }

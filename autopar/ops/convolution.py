@@ -64,7 +64,7 @@ def _local_convolution(here: LocalContext) -> LocalCall:
         return LocalCall("local_ops.convolution_bias_once", (axes, *node.args))
     groups = node.args[8]
     if groups > 1:
-        return here.with_args({8: min(groups, here.inputs[0].shape[1]) if here.in_axes(1) else groups})
+        return here.with_args({8: here.in_length(1) if here.in_axes(1) else groups})
     return here.same()
 
 
@@ -81,13 +81,12 @@ def _convolution_backward(node: Node, metas: Metas) -> Iterator[Rule]:
 
 
 def _local_convolution_backward(here: LocalContext) -> LocalCall:
-    grad, x = here.inputs[0], here.inputs[1]
     changes: dict[int | str, object] = {}
     if here.node.args[3] is not None:
-        changes[3] = (grad.shape[1],)
+        changes[3] = (here.in_length(1),)
     groups = here.node.args[9]
     if groups > 1 and here.in_axes(1, 1):
-        changes[9] = min(groups, x.shape[1])
+        changes[9] = here.in_length(1, 1)
     return here.with_args(changes)
 
 

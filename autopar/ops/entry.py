@@ -7,11 +7,12 @@ itself, or where its cost isn't "reads its inputs, writes its outputs".
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar.ir.cuts import Own, is_even
 from autopar.ir.graph import Node, Ref, TensorMeta
-from autopar.ir.layout import Kind, Placement, R, S
+from autopar.ir.layout import Kind, Placement, R, S, unit_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import Collective
 from autopar.ir.strategy import Rule, Strategy
@@ -36,13 +37,18 @@ class LocalCall:
 
 @dataclass(frozen=True, slots=True)
 class LocalContext:
-    """All that a lowering may look at. `inputs` and `outputs` are local metas, `inputs` in the order of `node.refs`."""
+    """All that a lowering may look at.
+
+    `inputs` and `outputs` are local metas (of the largest piece), `inputs` in the order of `node.refs`; `wholes` are
+    the global metas of the inputs, for lengths that depend on the rank.
+    """
 
     node: Node
     strategy: Strategy
     mesh: Mesh
     inputs: Metas
     outputs: OutMetas
+    wholes: Metas = ()
 
     def out_axes(self, dim: int, output: int = 0) -> tuple[str, ...]:
         """Axes that cut a dim of an output, slowest first."""
@@ -58,11 +64,37 @@ class LocalContext:
         return tuple(a for a, t in zip(self.mesh.names, self.strategy.tags, strict=True) if t == tag)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Local shape of the first output."""
-        out = self.outputs[0]
-        assert out is not None
-        return out.shape
+    def shape(self) -> tuple[int | Own, ...]:
+        """Local shape of the first output; an `Own` where pieces aren't equal."""
+        return tuple(self.out_length(d) for d in range(len(out_shape(self.node))))
+
+    def out_length(self, dim: int, output: int = 0) -> int | Own:
+        """Local length of a dim of an output."""
+        value, local = self.node.outputs[output], self.outputs[output]
+        assert value is not None and local is not None
+        return self._own(value.meta, dim, self.out_axes(dim, output)) or local.shape[dim]
+
+    def in_length(self, dim: int, argument: int = 0) -> int | Own:
+        """Local length of a dim of a tensor argument."""
+        return self.in_cut(dim, argument) or self.inputs[argument].shape[dim]
+
+    def out_cut(self, dim: int, output: int = 0) -> Own | None:
+        """The length of this rank's piece of a dim of an output, where pieces aren't equal; else None."""
+        value = self.node.outputs[output]
+        return None if value is None else self._own(value.meta, dim, self.out_axes(dim, output))
+
+    def in_cut(self, dim: int, argument: int = 0) -> Own | None:
+        """The length of this rank's piece of a dim of a tensor argument, where pieces aren't equal; else None."""
+        return self._own(self.wholes[argument], dim, self.in_axes(dim, argument)) if self.wholes else None
+
+    def _own(self, meta: TensorMeta, dim: int, axes: tuple[str, ...]) -> Own | None:
+        left, unit = meta.shape[dim], unit_of(meta.units, dim)
+        for axis in axes:
+            parts = self.mesh.axis(axis).size
+            if not is_even(left, parts, unit):
+                return Own(meta.shape[dim], axes, unit)
+            left //= parts
+        return None
 
     def same(self, function: str | None = None) -> LocalCall:
         """The op itself on the pieces."""
@@ -97,6 +129,7 @@ class OpEntry:
         view: moves no bytes.
         random: draws random numbers.
         inner: collectives inside the local form, or None for none.
+        equal: holds for equal pieces only, or for none that are empty; a dim that doesn't divide isn't cut then.
     """
 
     rules: Rules | None = None
@@ -105,6 +138,7 @@ class OpEntry:
     view: bool = False
     random: bool = False
     inner: InnerCost | None = None
+    equal: bool = False
 
 
 def arg(node: Node, position: int, name: str, default: Any = None) -> Any:
@@ -112,6 +146,12 @@ def arg(node: Node, position: int, name: str, default: Any = None) -> Any:
     if position < len(node.args):
         return node.args[position]
     return dict(node.kwargs).get(name, default)
+
+
+def first_of(cut: Own | None) -> tuple[Own, ...]:
+    """The last argument of a local form that counts from the whole's start: (the piece's first index), or nothing where
+    pieces are equal."""
+    return () if cut is None else (replace(cut, part="start"),)
 
 
 def dim_of(dim: int, ndim: int) -> int:

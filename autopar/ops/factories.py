@@ -11,7 +11,7 @@ from typing import Any
 from autopar.ir.graph import Node, TorchConst
 from autopar.ir.layout import P, R, S
 from autopar.ir.strategy import Rule
-from autopar.ops.entry import LocalCall, LocalContext, Lower, Metas, OpEntry, arg, out_shape, rule
+from autopar.ops.entry import LocalCall, LocalContext, Lower, Metas, OpEntry, arg, first_of, out_shape, rule
 
 
 def _free(node: Node, metas: Metas) -> Iterator[Rule]:
@@ -53,7 +53,9 @@ def _local_arange(here: LocalContext) -> LocalCall:
     out = here.outputs[0]
     assert out is not None
     kwargs = {**dict(here.node.kwargs), "dtype": TorchConst("dtype", out.dtype)}
-    return LocalCall("local_ops.arange", (start, step, here.shape[0], axes), tuple(kwargs.items()))
+    return LocalCall(
+        "local_ops.arange", (start, step, here.shape[0], axes, *first_of(here.out_cut(0))), tuple(kwargs.items())
+    )
 
 
 def _none(node: Node, metas: Metas) -> Iterator[Rule]:
@@ -67,7 +69,7 @@ _ARANGE = OpEntry(rules=_free, local=_local_arange)
 
 def _local_like(here: LocalContext) -> LocalCall:
     """The same op on the piece; `new_*` of the local shape where the piece has another shape."""
-    if here.inputs[0].shape == here.shape:
+    if here.inputs[0].shape == here.shape or _cut_alike(here):
         return here.same()
     fill = {"zeros": 0, "ones": 1}.get(here.node.op.split(".")[1].split("_")[0])
     kwargs = tuple((k, v) for k, v in here.node.kwargs if k != "memory_format")
@@ -76,6 +78,16 @@ def _local_like(here: LocalContext) -> LocalCall:
     value = arg(here.node, 1, "fill_value") if fill is None else fill
     kwargs = tuple((k, v) for k, v in kwargs if k != "fill_value")
     return LocalCall("aten.new_full.default", (here.node.args[0], here.shape, value), kwargs)
+
+
+def _cut_alike(here: LocalContext) -> bool:
+    whole = here.wholes[0] if here.wholes else None
+    out = here.node.outputs[0]
+    if whole is None or out is None or whole.shape != out.meta.shape:
+        return False
+    return all(
+        here.in_axes(d) == here.out_axes(d) and here.in_cut(d) == here.out_cut(d) for d in range(len(whole.shape))
+    )
 
 
 def _new_empty_strided(here: LocalContext) -> LocalCall:

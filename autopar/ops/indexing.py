@@ -20,6 +20,7 @@ from autopar.ops.entry import (
     OpEntry,
     arg,
     dim_of,
+    first_of,
     out_shape,
     rule,
 )
@@ -39,7 +40,9 @@ def _embedding(node: Node, metas: Metas) -> Iterator[Rule]:
 
 def _local_embedding(here: LocalContext) -> LocalCall:
     axes = here.tagged(OFFSET)
-    return LocalCall("local_ops.embedding", (*here.node.args[:2], axes)) if axes else here.same()
+    if not axes:
+        return here.same()
+    return LocalCall("local_ops.embedding", (*here.node.args[:2], axes, *first_of(here.in_cut(0))))
 
 
 def _embedding_backward(node: Node, metas: Metas) -> Iterator[Rule]:
@@ -58,7 +61,8 @@ def _local_embedding_backward(here: LocalContext) -> LocalCall:
     if not axes:
         return here.same()
     grad, indices, _, padding, _ = here.node.args
-    return LocalCall("local_ops.embedding_backward", (grad, indices, here.shape[0], padding, axes))
+    first = first_of(here.out_cut(0))
+    return LocalCall("local_ops.embedding_backward", (grad, indices, here.shape[0], padding, axes, *first))
 
 
 def _pick(node: Node, metas: Metas) -> Iterator[Rule]:
@@ -87,13 +91,15 @@ def _place(node: Node, metas: Metas) -> Iterator[Rule]:
 
 def _local_pick(here: LocalContext) -> LocalCall:
     x, dim, index = here.node.args
-    return LocalCall("local_ops.pick", (x, dim_of(dim, len(here.inputs[0].shape)), index, here.tagged(OFFSET)))
+    dim = dim_of(dim, len(here.inputs[0].shape))
+    return LocalCall("local_ops.pick", (x, dim, index, here.tagged(OFFSET), *first_of(here.in_cut(dim))))
 
 
 def _local_place(here: LocalContext) -> LocalCall:
     values, dim, index, _ = here.node.args
     dim = dim_of(dim, len(here.shape))
-    return LocalCall("local_ops.place", (values, dim, index, here.shape[dim], here.tagged(OFFSET)))
+    first = first_of(here.out_cut(dim))
+    return LocalCall("local_ops.place", (values, dim, index, here.shape[dim], here.tagged(OFFSET), *first))
 
 
 def _gather(node: Node, metas: Metas) -> Iterator[Rule]:
@@ -113,7 +119,11 @@ def _gather(node: Node, metas: Metas) -> Iterator[Rule]:
 
 def _local_gather(here: LocalContext) -> LocalCall:
     axes = here.tagged(OFFSET)
-    return LocalCall("local_ops.gather", (*here.node.args[:3], axes)) if axes else here.same()
+    if not axes:
+        return here.same()
+    x, dim, index = here.node.args[:3]
+    first = first_of(here.in_cut(dim_of(dim, len(here.inputs[0].shape))))
+    return LocalCall("local_ops.gather", (x, dim, index, axes, *first))
 
 
 def _scatter(node: Node, metas: Metas) -> Iterator[Rule]:

@@ -11,14 +11,16 @@ from autopar.ops.entry import Inner, LocalCall, LocalContext, Metas, OutMetas
 from autopar.ops.table import TABLE
 
 
-def local_call(node: Node, strategy: Strategy, mesh: Mesh, local_inputs: Metas, local_outputs: OutMetas) -> LocalCall:
-    """What a rank runs for `node` under `strategy`.
+def local_call(
+    node: Node, strategy: Strategy, mesh: Mesh, local_inputs: Metas, local_outputs: OutMetas, wholes: Metas = ()
+) -> LocalCall:
+    """What a rank runs for `node` under `strategy`. Without the global metas of the inputs, `wholes`, pieces are equal.
 
     The `Ref`s of the result, in flattened order, are `node.refs`, all of them in the same order: with a value used
     twice in different layouts, the i-th `Ref` is the i-th argument in the layout `strategy.inputs[i]`.
     """
     entry = TABLE.get(node.op)
-    here = LocalContext(node, strategy, mesh, local_inputs, local_outputs)
+    here = LocalContext(node, strategy, mesh, local_inputs, local_outputs, wholes)
     call = here.same() if entry is None or entry.local is None else entry.local(here)
     assert _refs((call.args, tuple(v for _, v in call.kwargs))) == list(node.refs), f"{node.op} loses an argument"
     return call

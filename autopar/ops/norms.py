@@ -55,11 +55,11 @@ def _group_norm_backward(node: Node, metas: Metas) -> Iterator[Rule]:
 
 
 def _local_group_norm(here: LocalContext) -> LocalCall:
-    return here.with_args({3: here.inputs[0].shape[0]})
+    return here.with_args({3: here.in_length(0)})
 
 
 def _local_group_norm_backward(here: LocalContext) -> LocalCall:
-    return here.with_args({5: here.inputs[0].shape[0]})
+    return here.with_args({5: here.in_length(0)})
 
 
 def _batch_norm(node: Node, metas: Metas) -> Iterator[Rule]:
@@ -87,7 +87,14 @@ def _local_batch_norm(here: LocalContext) -> LocalCall:
     args = here.node.args
     if "no_stats" in here.node.op:
         args = (*args[:3], None, None, *args[3:])
-    return LocalCall(f"local_ops.{name}", (*args, axes))
+    return LocalCall(f"local_ops.{name}", (*args, axes, *_count(here, 0)))
+
+
+def _count(here: LocalContext, argument: int) -> tuple[int, ...]:
+    """Elements of a channel in the whole batch, where pieces aren't equal."""
+    if here.in_cut(0, argument) is None:
+        return ()
+    return (here.wholes[argument].numel // here.wholes[argument].shape[1],)
 
 
 def _batch_norm_backward(node: Node, metas: Metas) -> Iterator[Rule]:
@@ -102,7 +109,9 @@ def _batch_norm_backward(node: Node, metas: Metas) -> Iterator[Rule]:
 
 def _local_batch_norm_backward(here: LocalContext) -> LocalCall:
     axes = here.tagged(INNER)
-    return LocalCall("local_ops.batch_norm_backward", (*here.node.args, axes)) if axes else here.same()
+    if not axes:
+        return here.same()
+    return LocalCall("local_ops.batch_norm_backward", (*here.node.args, axes, *_count(here, 1)))
 
 
 def _inner_batch_norm(here: LocalContext) -> Iterator[Inner]:

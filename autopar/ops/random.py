@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from autopar.ir.cuts import Own
 from autopar.ir.graph import Node, TorchConst
 from autopar.ir.layout import P, R, S
 from autopar.ir.strategy import Rule
@@ -48,10 +49,17 @@ def _dropout_backward(node: Node, metas: Metas) -> Iterator[Rule]:
     yield rule((P, R), P)
 
 
-def draw(here: LocalContext) -> tuple[str, tuple[int, ...], tuple[tuple[str, ...], ...]]:
-    """What names a draw: the node's key, the whole shape, and the axes that cut each dim."""
+def draw(here: LocalContext) -> tuple[str, tuple[int, ...], tuple[tuple[str | int, ...], ...]]:
+    """What names a draw: the node's key, the whole shape, and the axes that cut each dim.
+
+    Where that is in unequal pieces of more rows than one that stay together, their number follows the axes.
+    """
     whole = out_shape(here.node)
-    return here.node.key, whole, tuple(here.out_axes(d) for d in range(len(whole)))
+    return here.node.key, whole, tuple((*here.out_axes(d), *_unit(here.out_cut(d))) for d in range(len(whole)))
+
+
+def _unit(cut: Own | None) -> tuple[int, ...]:
+    return () if cut is None or cut.unit == 1 else (cut.unit,)
 
 
 def _dropout(here: LocalContext) -> LocalCall:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -53,8 +54,19 @@ def _mean(node: Node, metas: Metas) -> Iterator[Rule]:
 
 
 def _local_mean(here: LocalContext) -> LocalCall:
+    """Of equal pieces the mean of means; else sums over the whole's count."""
     axes = here.tagged(MEAN)
-    return LocalCall("local_ops.mean", (here.node.op, axes, *here.node.args), here.node.kwargs) if axes else here.same()
+    if not axes:
+        return here.same()
+    reduced = dims_of(arg(here.node, 1, "dim"), len(here.inputs[0].shape))
+    if not any(here.in_cut(d) for d in reduced):
+        return LocalCall("local_ops.mean", (here.node.op, axes, *here.node.args), here.node.kwargs)
+    out = here.outputs[0]
+    assert out is not None
+    count = math.prod(here.wholes[0].shape[d] for d in reduced)
+    keepdim = bool(arg(here.node, 2, "keepdim", False))
+    x, dtype = here.node.args[0], TorchConst("dtype", out.dtype)
+    return LocalCall("local_ops.sum_over", (count, x, reduced, keepdim, dtype))
 
 
 def kept_only(dim_position: int = 1, keepdim_position: int = 2) -> Rules:

@@ -243,9 +243,10 @@ def _where(node: Node, position: int, name: str) -> int | str:
 
 
 def _local_repeat(here: LocalContext) -> LocalCall:
-    after, before = here.shape, here.inputs[0].shape
-    padded = (1,) * (len(after) - len(before)) + before
-    return here.with_args({1: tuple(a // max(b, 1) for a, b in zip(after, padded, strict=True))})
+    """As often as the whole; along a dim that only the result has cut, once for each row of the piece."""
+    times, new = arg(here.node, 1, "repeats"), len(here.shape) - len(here.inputs[0].shape)
+    made = [bool(here.out_axes(d)) and (d < new or not here.in_axes(d - new)) for d in range(len(times))]
+    return here.with_args({1: tuple(here.out_length(d) if made[d] else n for d, n in enumerate(times))})
 
 
 def _local_slice(here: LocalContext) -> LocalCall:

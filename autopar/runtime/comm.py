@@ -2,6 +2,9 @@
 
 Every collective takes a contiguous or strided tensor and returns a new contiguous one, or its input where nothing is to
 do. An axis is a name, or a tuple of names, slowest first, where a dim is cut by several.
+
+Where a dim doesn't divide, pieces are padded to the largest for the journey and trimmed after it (`autopar.ir.cuts`
+says who has which rows). A gather is then told the `length` of the joined dim; `unit` is what a cut keeps together.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.layout import Layout
+from autopar.ir.cuts import Piece, chunk, piece
+from autopar.ir.layout import Layout, unit_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import Collective, plan_reshard
 from autopar.runtime.torch_private import keeps_graph
@@ -85,6 +89,10 @@ class Communicator(ABC):
             at = at * self.mesh.axis(name).size + self.mesh.index(self.rank, name)
         return at
 
+    def piece(self, length: int, axis: Axis, unit: int = 1) -> Piece:
+        """This rank's rows of a dim of `length` rows cut over an axis."""
+        return piece(length, ((self.size(name), self.index(name)) for name in _names(axis)), unit)
+
     def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
         """Sum over the axis."""
         return self._reduced(x, axis, largest=False)
@@ -96,60 +104,87 @@ class Communicator(ABC):
     def _reduced(self, x: Tensor, axis: Axis, largest: bool) -> Tensor:
         x = x.contiguous()
         for name in reversed(_names(axis)):
-            if self.size(name) > 1:
+            if self.size(name) > 1 and x.numel():
                 x = self._reduce(x, name, largest)
         return x
 
-    def all_gather(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        """The pieces along the axis joined in dim `dim`."""
+    def all_gather(self, x: Tensor, axis: Axis, dim: int, length: int | None = None, unit: int = 1) -> Tensor:
+        """The pieces along the axis joined in dim `dim`, to `length` rows; None: the pieces are equal."""
+        names = _names(axis)
         x = x.contiguous()
-        for name in reversed(_names(axis)):
-            if self.size(name) > 1:
-                x = _join(self._gather(x, name), dim)
+        for i in reversed(range(len(names))):
+            n = self.size(names[i])
+            if n == 1:
+                continue
+            whole = x.shape[dim] * n if length is None else self.piece(length, names[:i], unit).length
+            x = _padded(x, dim, chunk(whole, n, unit))
+            x = _trimmed(_join(self._gather(x, names[i]) if x.numel() else x.expand(n, *x.shape), dim), dim, whole)
         return x
 
-    def reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
+    def reduce_scatter(self, x: Tensor, axis: Axis, dim: int, unit: int = 1) -> Tensor:
         """This rank's piece in dim `dim` of the sum over the axis."""
         for name in _names(axis):
-            if self.size(name) > 1:
-                x = self._scatter(_split(x, dim, self.size(name)), name)
+            n, whole = self.size(name), x.shape[dim]
+            if n > 1:
+                parts = _split(x, dim, n, chunk(whole, n, unit))
+                x = self._scatter(parts, name) if parts.numel() else parts[0]
+                x = _trimmed(x, dim, self.piece(whole, name, unit).length)
         return x.contiguous()
 
-    def all_to_all(self, x: Tensor, axis: Axis, dim_whole_after: int, dim_cut_after: int) -> Tensor:
-        """From a piece cut in `dim_whole_after` to a piece cut in `dim_cut_after`."""
+    def all_to_all(
+        self, x: Tensor, axis: Axis, dim_whole_after: int, dim_cut_after: int, length: int | None = None, unit: int = 1,
+        cut_unit: int = 1,
+    ) -> Tensor:  # fmt: skip
+        """From a piece cut in `dim_whole_after` to a piece cut in `dim_cut_after`.
+
+        `length` and `unit` are of the dim whole afterwards (None: its pieces are equal), `cut_unit` is of the other.
+        """
         names = _names(axis)
         if len(names) > 1:
-            return self.slice(self.all_gather(x, names, dim_whole_after), names, dim_cut_after)
-        if self.size(axis) == 1:
-            return x.contiguous()
-        return _join(self._exchange(_split(x, dim_cut_after, self.size(axis)), names[0]), dim_whole_after)
-
-    def slice(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        """This rank's piece in dim `dim`, without communication; its own memory, so that the whole can go."""
-        n = self.size(axis)
+            return self.slice(self.all_gather(x, names, dim_whole_after, length, unit), names, dim_cut_after, cut_unit)
+        n, cut = self.size(axis), x.shape[dim_cut_after]
         if n == 1:
             return x.contiguous()
-        piece = x.shape[dim] // n
-        part = x.narrow(dim, self.index(axis) * piece, piece)
-        return part.clone(memory_format=torch.contiguous_format)
+        whole = x.shape[dim_whole_after] * n if length is None else length
+        x = _padded(x, dim_whole_after, chunk(whole, n, unit))
+        parts = _split(x, dim_cut_after, n, chunk(cut, n, cut_unit))
+        joined = _join(self._exchange(parts, names[0]) if parts.numel() else parts, dim_whole_after)
+        mine = self.piece(cut, axis, cut_unit).length
+        return _trimmed(_trimmed(joined, dim_whole_after, whole), dim_cut_after, mine).contiguous()
 
-    def convert(self, x: Tensor, before: Layout, after: Layout) -> Tensor:
-        """From one layout to another, by the same steps that emitted code takes. ValueError if there are none."""
+    def slice(self, x: Tensor, axis: Axis, dim: int, unit: int = 1) -> Tensor:
+        """This rank's piece in dim `dim`, without communication; its own memory, so that the whole can go."""
+        if self.size(axis) == 1:
+            return x.contiguous()
+        mine = self.piece(x.shape[dim], axis, unit)
+        return x.narrow(dim, mine.start, mine.length).clone(memory_format=torch.contiguous_format)
+
+    def convert(
+        self, x: Tensor, before: Layout, after: Layout, shape: tuple[int, ...], units: tuple[int, ...] = ()
+    ) -> Tensor:
+        """A tensor of global `shape` from one layout to another, by the same steps that emitted code takes.
+
+        ValueError if there are none.
+        """
         steps = plan_reshard(before, after)
         if steps is None:
             raise ValueError(f"nothing turns {before} into {after}")
         for step in steps:
+            unit = unit_of(units, step.dim) if step.dim >= 0 else 1
+            if step.collective in (Collective.ALL_GATHER, Collective.ALL_TO_ALL):
+                around = [a for a in step.before.axes_of(step.dim) if a != step.axis]
+                length = self.piece(shape[step.dim], tuple(around), unit).length
             match step.collective:
                 case Collective.ALL_REDUCE:
                     x = self.all_reduce(x, step.axis)
                 case Collective.ALL_TO_ALL:
-                    x = self.all_to_all(x, step.axis, step.dim, step.to_dim)
+                    x = self.all_to_all(x, step.axis, step.dim, step.to_dim, length, unit, unit_of(units, step.to_dim))
                 case Collective.ALL_GATHER:
-                    x = self.all_gather(x, step.axis, step.dim)
+                    x = self.all_gather(x, step.axis, step.dim, length, unit)
                 case Collective.REDUCE_SCATTER:
-                    x = self.reduce_scatter(x, step.axis, step.dim)
+                    x = self.reduce_scatter(x, step.axis, step.dim, unit)
                 case Collective.SLICE:
-                    x = self.slice(x, step.axis, step.dim)
+                    x = self.slice(x, step.axis, step.dim, unit)
         return x
 
     def region(self, key: str, *tensors: Tensor) -> list[Any]:
@@ -207,8 +242,25 @@ def _join(parts: Tensor, dim: int) -> Tensor:
     return torch.cat(parts.unbind(0), dim)
 
 
-def _split(x: Tensor, dim: int, n: int) -> Tensor:
-    """x -> [n, ...]: the n pieces in dim `dim`, contiguous. ValueError if the dim doesn't divide."""
-    if x.shape[dim] % n:
-        raise ValueError(f"dim {dim} of {tuple(x.shape)} does not divide by {n}")
-    return torch.stack(x.chunk(n, dim)) if dim % x.ndim else x.contiguous().view(n, x.shape[0] // n, *x.shape[1:])
+def _split(x: Tensor, dim: int, n: int, size: int) -> Tensor:
+    """x -> [n, ...]: n pieces of `size` in dim `dim`, zeros where x ends, contiguous."""
+    x = _padded(x, dim, n * size)
+    dim %= x.ndim
+    if dim == 0:
+        return x.contiguous().view(n, size, *x.shape[1:])
+    return torch.stack([x.narrow(dim, i * size, size) for i in range(n)])
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """x with zeros at the end of dim `dim`, `size` long; x itself where it is."""
+    if x.shape[dim] == size:
+        return x
+    dim %= x.ndim
+    found = x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+    found.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return found
+
+
+def _trimmed(x: Tensor, dim: int, size: int) -> Tensor:
+    """The first `size` rows of dim `dim`, contiguous."""
+    return x if x.shape[dim] == size else x.narrow(dim, 0, size).contiguous()

@@ -1,6 +1,7 @@
 """Local forms of ops that aren't simply the op on the pieces. Emitted code calls them with the rank's context `rt`.
 
-`axes` are the mesh axes that cut the dim in question, slowest first.
+`axes` are the mesh axes that cut the dim in question, slowest first. Where pieces aren't equal, `first` is the index in
+the whole dim at which this rank's piece starts, and `count` the number of elements of all ranks' pieces together.
 
 Random numbers: element number i (row-major, of the *whole* tensor) of a draw is made of i and of (rt.seed, rt.step,
 rt.instance, key). So it doesn't depend on how the tensor is cut: replicas agree, pieces differ, a recomputed op draws
@@ -24,14 +25,15 @@ from autopar.runtime.philox import Space, Stream, log, space
 
 Axes = tuple[str, ...]
 Shape = tuple[int, ...]
-Cuts = tuple[Axes, ...]
+Cuts = tuple[tuple[str | int, ...], ...]
 
 aten = torch.ops.aten
 
 
-def _rows(rt: Communicator, index: Tensor, size: int, axes: Axes) -> tuple[Tensor, Tensor]:
+def _rows(rt: Communicator, index: Tensor, size: int, axes: Axes, first: int | None) -> tuple[Tensor, Tensor]:
     """(index into this rank's `size` rows, 0 where it is another's; whether it is this rank's)."""
-    own = index - rt.index(axes) * size if axes else index
+    start = rt.index(axes) * size if first is None else first
+    own = index - start if axes else index
     inside = (own >= 0) & (own < size)
     return torch.where(inside, own, 0), inside
 
@@ -43,15 +45,19 @@ def _zero(like: Tensor) -> Tensor:
 # Look-ups -------------------------------------------------------------------------------------------------------------
 
 
-def embedding(rt: Communicator, weight: Tensor, indices: Tensor, axes: Axes) -> Tensor:
+def embedding(rt: Communicator, weight: Tensor, indices: Tensor, axes: Axes, first: int | None = None) -> Tensor:
     """weight: this rank's rows -> their summand of the look-up, 0 where the row is another rank's."""
-    own, inside = _rows(rt, indices, weight.shape[0], axes)
+    if not weight.shape[0]:
+        return weight.new_zeros((*indices.shape, weight.shape[1]))
+    own, inside = _rows(rt, indices, weight.shape[0], axes, first)
     return torch.where(inside.unsqueeze(-1), aten.embedding.default(weight, own), _zero(weight))
 
 
-def embedding_backward(rt: Communicator, grad: Tensor, indices: Tensor, rows: int, padding: int, axes: Axes) -> Tensor:
+def embedding_backward(
+    rt: Communicator, grad: Tensor, indices: Tensor, rows: int, padding: int, axes: Axes, first: int | None = None
+) -> Tensor:
     """Gradient of this rank's rows; the row `padding`, counted globally, gets none."""
-    own, inside = _rows(rt, indices, rows, axes)
+    own, inside = _rows(rt, indices, rows, axes, first)
     if padding >= 0:
         inside = inside & (indices != padding)
     spare = torch.where(inside, own, rows)
@@ -59,23 +65,31 @@ def embedding_backward(rt: Communicator, grad: Tensor, indices: Tensor, rows: in
     return found[:rows]
 
 
-def pick(rt: Communicator, x: Tensor, dim: int, index: Tensor, axes: Axes) -> Tensor:
+def pick(rt: Communicator, x: Tensor, dim: int, index: Tensor, axes: Axes, first: int | None = None) -> Tensor:
     """x at `index` along `dim`, 0 where the index is outside this rank's piece."""
-    own, inside = _rows(rt, index, x.shape[dim], axes)
+    if not x.shape[dim]:
+        return x.new_zeros(index.shape)
+    own, inside = _rows(rt, index, x.shape[dim], axes, first)
     return torch.where(inside, x.gather(dim, own.unsqueeze(dim)).squeeze(dim), _zero(x))
 
 
-def place(rt: Communicator, values: Tensor, dim: int, index: Tensor, size: int, axes: Axes) -> Tensor:
+def place(
+    rt: Communicator, values: Tensor, dim: int, index: Tensor, size: int, axes: Axes, first: int | None = None
+) -> Tensor:
     """Adjoint of `pick`: this rank's piece, of `size` along `dim`, of a tensor that is 0 but at `index`."""
-    own, inside = _rows(rt, index, size, axes)
     shape = [*values.shape[:dim], size, *values.shape[dim:]]
+    if not size:
+        return values.new_zeros(shape)
+    own, inside = _rows(rt, index, size, axes, first)
     kept = torch.where(inside, values, _zero(values))
     return values.new_zeros(shape).scatter_(dim, own.unsqueeze(dim), kept.unsqueeze(dim))
 
 
-def gather(rt: Communicator, x: Tensor, dim: int, index: Tensor, axes: Axes) -> Tensor:
+def gather(rt: Communicator, x: Tensor, dim: int, index: Tensor, axes: Axes, first: int | None = None) -> Tensor:
     """Summand of aten.gather of an x that is cut along `dim`."""
-    own, inside = _rows(rt, index, x.shape[dim], axes)
+    if not x.shape[dim]:
+        return x.new_zeros(index.shape)
+    own, inside = _rows(rt, index, x.shape[dim], axes, first)
     return torch.where(inside, x.gather(dim, own), _zero(x))
 
 
@@ -93,10 +107,11 @@ def sum_into_once(rt: Communicator, op: str, axes: Axes, into: Tensor, *args: An
 
 
 def arange(
-    rt: Communicator, start: float, step: float, count: int, axes: Axes, *, dtype: torch.dtype, **_: object
-) -> Tensor:
+    rt: Communicator, start: float, step: float, count: int, axes: Axes, first: int | None = None, *,
+    dtype: torch.dtype, **_: object,
+) -> Tensor:  # fmt: skip
     """This rank's `count` numbers of start, start + step, ..."""
-    first = rt.index(axes) * count
+    first = rt.index(axes) * count if first is None else first
     whole = torch.arange(first, first + count, dtype=torch.int64, device=rt.device)
     return (whole * step + start).to(dtype)
 
@@ -135,27 +150,43 @@ def convolution_bias_once(
 
 
 def mean(rt: Communicator, op: str, axes: Axes, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Summand of the mean over a cut dim: pieces are equal, so the mean is the mean of the pieces' means."""
+    """Summand of the mean over a cut dim: where pieces are equal, the mean is the mean of the pieces' means."""
     function = aten.mean.default if op == "aten.mean.default" else aten.mean.dim
     piece: Tensor = function(x, *args, **kwargs)
     return piece / rt.size(axes)
+
+
+def sum_over(rt: Communicator, count: int, x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype) -> Tensor:
+    """Summand of the mean over dims of `count` elements together, one of them cut in unequal pieces."""
+    piece = _wide(x.to(dtype)).sum(dim, keepdim=keepdim)
+    return (piece / count).to(dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def _largest(rt: Communicator, x: Tensor, dim: Any, axes: Axes) -> Tensor:
+    """Maximum over cut dims, kept with size 1; an empty piece has none."""
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    if any(x.shape[d] == 0 for d in dims):
+        gone = {d % x.ndim for d in dims}
+        shape = [1 if d in gone else n for d, n in enumerate(x.shape)]
+        return rt.all_reduce_max(x.new_full(shape, -math.inf), axes)
+    return rt.all_reduce_max(x.amax(dim, keepdim=True), axes)
+
+
 def softmax(rt: Communicator, x: Tensor, dim: int, axes: Axes, dtype: torch.dtype) -> Tensor:
     """softmax over a cut dim: the maximum and the sum of exponentials are taken over the axes."""
     wide = _wide(x)
-    exp = (wide - rt.all_reduce_max(wide.amax(dim, keepdim=True), axes)).exp()
+    exp = (wide - _largest(rt, wide, dim, axes)).exp()
     return (exp / rt.all_reduce(exp.sum(dim, keepdim=True), axes)).to(dtype)
 
 
 def safe_softmax(rt: Communicator, x: Tensor, dim: int, axes: Axes, dtype: torch.dtype) -> Tensor:
     """softmax over a cut dim that gives 0 where a whole row is -inf."""
     wide = _wide(x.to(dtype))
-    largest = rt.all_reduce_max(wide.amax(dim, keepdim=True), axes)
+    largest = _largest(rt, wide, dim, axes)
     exp = (wide - torch.where(largest == -math.inf, _zero(largest), largest)).exp()
     total = rt.all_reduce(exp.sum(dim, keepdim=True), axes)
     return torch.where(total == 0, _zero(total), exp / total).to(dtype)
@@ -164,7 +195,7 @@ def safe_softmax(rt: Communicator, x: Tensor, dim: int, axes: Axes, dtype: torch
 def log_softmax(rt: Communicator, x: Tensor, dim: int, axes: Axes, dtype: torch.dtype) -> Tensor:
     """log_softmax over a cut dim."""
     wide = _wide(x)
-    moved = wide - rt.all_reduce_max(wide.amax(dim, keepdim=True), axes)
+    moved = wide - _largest(rt, wide, dim, axes)
     return (moved - rt.all_reduce(moved.exp().sum(dim, keepdim=True), axes).log()).to(dtype)
 
 
@@ -187,11 +218,32 @@ def log_softmax_backward(
 def logsumexp(rt: Communicator, axes: Axes, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     """logsumexp over dims one of which is cut."""
     wide = _wide(x)
-    largest = rt.all_reduce_max(wide.amax(dim, keepdim=True), axes)
+    largest = _largest(rt, wide, dim, axes)
     largest = torch.where(largest.isinf(), _zero(largest), largest)
     total = rt.all_reduce((wide - largest).exp().sum(dim, keepdim=True), axes)
     found = (total.log() + largest).to(x.dtype)
     return found if keepdim else found.squeeze([dim] if isinstance(dim, int) else list(dim))
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def attention(rt: Communicator, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Any:
+    """Fused attention of a piece that may be empty: (result, logsumexp)."""
+    if query.numel():
+        return aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, *rest, **more)
+    return torch.zeros_like(query), query.new_zeros(query.shape[:3])
+
+
+def attention_backward(
+    rt: Communicator, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any
+) -> Any:
+    """Its gradients of query, key and value."""
+    if query.numel():
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+            grad, query, key, value, *rest, **more
+        )
+    return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
 
 
 # Normalisations -------------------------------------------------------------------------------------------------------
@@ -211,11 +263,11 @@ def _channels(x: Tensor) -> tuple[list[int], list[int]]:
     return [d for d in range(x.dim()) if d != 1], [x.shape[1] if d == 1 else 1 for d in range(x.dim())]
 
 
-def _statistics(rt: Communicator, x: Tensor, axes: Axes) -> tuple[Tensor, Tensor, int]:
+def _statistics(rt: Communicator, x: Tensor, axes: Axes, count: int | None) -> tuple[Tensor, Tensor, int]:
     """Mean and variance (divided by the count) per channel over the whole batch, and the count."""
     dims, shape = _channels(x)
     wide = _wide(x)
-    count = x.numel() // x.shape[1] * rt.size(axes)
+    count = x.numel() // x.shape[1] * rt.size(axes) if count is None else count
     middle = rt.all_reduce(wide.sum(dims), axes) / count
     apart = wide - middle.view(shape)
     return middle, rt.all_reduce((apart * apart).sum(dims), axes) / count, count
@@ -223,10 +275,10 @@ def _statistics(rt: Communicator, x: Tensor, axes: Axes) -> tuple[Tensor, Tensor
 
 def batch_norm_functional(
     rt: Communicator, x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor,
-    training: bool, momentum: float, eps: float, axes: Axes,
+    training: bool, momentum: float, eps: float, axes: Axes, count: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Training with the whole batch's statistics, x cut along the batch."""
-    middle, var, count = _statistics(rt, x, axes)
+    middle, var, count = _statistics(rt, x, axes, count)
     out, rstd = _normalised(x, weight, bias, middle, var, eps)
     unbiased = var * (count / max(count - 1, 1))
     return (
@@ -237,10 +289,10 @@ def batch_norm_functional(
 
 def batch_norm(
     rt: Communicator, x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-    running_var: Tensor | None, training: bool, momentum: float, eps: float, axes: Axes,
+    running_var: Tensor | None, training: bool, momentum: float, eps: float, axes: Axes, count: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `batch_norm_functional`, with running statistics updated in place."""
-    middle, var, count = _statistics(rt, x, axes)
+    middle, var, count = _statistics(rt, x, axes, count)
     out, rstd = _normalised(x, weight, bias, middle, var, eps)
     if running_mean is not None and running_var is not None:
         running_mean.lerp_(middle.to(running_mean.dtype), momentum)
@@ -264,10 +316,11 @@ def _normalised(
 def batch_norm_backward(
     rt: Communicator, grad: Tensor, x: Tensor, weight: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, mean: Tensor, rstd: Tensor, training: bool, eps: float, mask: Any, axes: Axes,
+    count: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x, scale and offset in training; the last two are whole on every rank."""
     dims, shape = _channels(x)
-    count = x.numel() // x.shape[1] * rt.size(axes)
+    count = x.numel() // x.shape[1] * rt.size(axes) if count is None else count
     wide = _wide(grad)
     unit = (_wide(x) - mean.view(shape)) * rstd.view(shape)
     of_offset, of_scale = rt.all_reduce(torch.stack([wide.sum(dims), (wide * unit).sum(dims)]), axes).unbind()
@@ -281,13 +334,15 @@ def batch_norm_backward(
 
 
 # Random ops -----------------------------------------------------------------------------------------------------------
-# `key`, `whole`, `axes` name a draw: the node, the whole tensor's shape, and the mesh axes that cut each dim of it.
+# `key`, `whole`, `axes` name a draw: the node, the whole tensor's shape, and the mesh axes that cut each dim of it,
+# with the number of rows that stay together after them where that isn't 1.
 
 
-def _span(rt: Communicator, size: int, axes: Axes) -> tuple[int, int]:
+def _span(rt: Communicator, size: int, cut: tuple[str | int, ...]) -> tuple[int, int]:
     """(first, how many) of a dim of `size` this rank has."""
-    piece = size // rt.size(axes) if axes else size
-    return (rt.index(axes) * piece if axes else 0), piece
+    axes = tuple(a for a in cut if isinstance(a, str))
+    own = rt.piece(size, axes, next((n for n in cut if isinstance(n, int)), 1))
+    return own.start, own.length
 
 
 def _piece(rt: Communicator, whole: Shape, axes: Cuts) -> Space:

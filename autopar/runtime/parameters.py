@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.errors import PlanError, UserError
-from autopar.ir.layout import Kind, Layout, local_shape, parse_layout, replicated
+from autopar.ir.layout import Kind, Layout, local_piece, parse_layout, replicated
 from autopar.ir.mesh import Mesh
 from autopar.runtime.comm import Communicator
 from autopar.runtime.groups import GroupCommunicator
@@ -69,11 +69,9 @@ def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def cut(whole: Tensor, layout: Layout, mesh: Mesh, rank: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """This rank's piece in its own contiguous memory. Reads no more of `whole` than the piece."""
-    at = mesh.coordinate(rank)
-    for axis, place, index in zip(mesh.axes, layout.placements, at, strict=True):
-        if place.kind is Kind.SHARD:
-            size = whole.shape[place.dim] // axis.size
-            whole = whole.narrow(place.dim, index * size, size)
+    for dim, (start, size) in enumerate(zip(*local_piece(tuple(whole.shape), layout, mesh, rank), strict=True)):
+        if size != whole.shape[dim]:
+            whole = whole.narrow(dim, start, size)
     piece = torch.empty(whole.shape, dtype=dtype, device=device)
     return piece.copy_(whole.detach())
 
@@ -139,13 +137,16 @@ class Weights:
         dtype = self.dtypes.get(first, parameter.dtype)
         shape = self.shapes[first] = tuple(parameter.shape)
         if parameter.is_meta:
-            piece = torch.empty(local_shape(shape, layout, self.rt.mesh), dtype=dtype, device=self.rt.device)
+            piece = torch.empty(self._local_shape(shape, layout), dtype=dtype, device=self.rt.device)
             self.unloaded.add(first)
         else:
             piece = cut(parameter, layout, self.rt.mesh, self.rt.rank, self.rt.device, dtype)
         new = nn.Parameter(wrap(piece, shape, layout, self.rt), requires_grad=parameter.requires_grad)
         self.parameters[first] = new
         return new
+
+    def _local_shape(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+        return local_piece(shape, layout, self.rt.mesh, self.rt.rank)[1]
 
     def _buffer(self, path: str, own: str, buffer: Tensor, seen: dict[int, str]) -> Tensor:
         name = f"{path}.{own}" if path else own
@@ -170,7 +171,7 @@ class Weights:
             if first not in full:
                 if first in self.parameters:
                     piece = unwrap(self.parameters[first].detach())
-                    joined = self.rt.convert(piece, self.layouts[first], whole)
+                    joined = self.rt.convert(piece, self.layouts[first], whole, self.shapes[first])
                     full[first] = joined.clone() if joined.data_ptr() == piece.data_ptr() else joined
                 else:
                     full[first] = self.buffers[first].clone()
@@ -290,12 +291,9 @@ class _Slice:
         if not self.shape:
             whole: Tensor = self._slice[...]
             return whole
-        start = [0] * len(self.shape)
-        size = list(self.shape)
-        for axis, place, at in zip(mesh.axes, layout.placements, mesh.coordinate(rank), strict=True):
-            if place.kind is Kind.SHARD:
-                size[place.dim] //= axis.size
-                start[place.dim] += at * size[place.dim]
+        start, size = local_piece(self.shape, layout, mesh, rank)
+        if 0 in size:
+            return torch.empty(size)
         found: Tensor = self._slice[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
         return found
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.graph import CapturedGraph, Graph, GraphInput, InputKind, Node, OutputKind, TensorMeta
-from autopar.ir.layout import Kind, Layout, P, Placement, R, S, divides
+from autopar.ir.layout import Kind, Layout, P, Placement, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
 from autopar.ir.strategy import Rule, Strategy, StrategyTable
-from autopar.sharding.dtensor_rules import RuleCache, one_axis_rules
+from autopar.sharding.dtensor_rules import RuleCache, asks_equal_pieces, one_axis_rules
 from autopar.sharding.expand import Expander
 from autopar.sharding.pins import layout_pins
 from autopar.sharding.report import Dropped, note_lost, note_replicated
@@ -26,6 +26,7 @@ class Survey:
     """What doesn't depend on the mesh: rules, weights, and where batch and sequence are. Kept in the `RuleCache`.
 
     `followed` has the size of the batch (dp) and of the sequence (cp), 0 if there is none.
+    `equal`: ops that can be cut in equal pieces only.
     """
 
     rules: Mapping[tuple[str, str], tuple[Rule, ...]]
@@ -33,6 +34,7 @@ class Survey:
     traces: Mapping[str, Mapping[str, Trace]]
     plain: Mapping[str, frozenset[str]]
     followed: Mapping[str, int]
+    equal: frozenset[str]
 
     def rules_of(self, graph: Graph) -> RulesOf:
         """The rules of a graph's nodes."""
@@ -93,7 +95,11 @@ def survey_model(captured: CapturedGraph, cache: RuleCache) -> Survey:
         axis: trace_graphs(captured, lambda node: by_node[id(node)], dim, weights) for axis, dim in TRACED.items()
     }
     followed = {axis: followed_size(captured.top, dim) or 0 for axis, dim in TRACED.items()}
-    found = Survey(rules, weights, traces, {g.name: plain_values(g) for g in captured.graphs}, followed)
+    used = {n.op for g in captured.graphs for n in g.nodes if n.block is None}
+    found = Survey(
+        rules, weights, traces, {g.name: plain_values(g) for g in captured.graphs},
+        followed, frozenset(filter(asks_equal_pieces, used)),
+    )  # fmt: skip
     cache.states[key] = found
     return found
 
@@ -124,7 +130,8 @@ def _node_strategies(
             outputs = tuple(None if o is None else o.meta for o in node.outputs)
             rules = rules_of(node)
             chosen = tuple(rules if allowed is None else allowed[node.name] for allowed in per_axis)
-            found[node.name] = _strategies(node, rules, chosen, inputs, outputs, expander, dropped)
+            equal = node.op in survey.equal
+            found[node.name] = _strategies(node, rules, chosen, inputs, outputs, expander, dropped, equal)
     return found
 
 
@@ -142,6 +149,7 @@ def _strategies(
     outputs: tuple[TensorMeta | None, ...],
     expander: Expander,
     dropped: Dropped,
+    equal: bool,
 ) -> tuple[Strategy, ...]:
     """The product of the role's rules that fit; where an axis has none, all that fit; at the least, whole."""
     per_axis = []
@@ -149,10 +157,10 @@ def _strategies(
         if axis.size == 1:
             per_axis.append(rules[:1])
             continue
-        fit = expander.fitting(i, chosen[i], inputs, outputs)
+        fit = expander.fitting(i, chosen[i], inputs, outputs, equal)
         if len(fit) < len(chosen[i]):
             dropped.add(i, node, chosen[i], fit, inputs, outputs)
-        per_axis.append(fit or expander.fitting(i, rules, inputs, outputs))
+        per_axis.append(fit or expander.fitting(i, rules, inputs, outputs, equal))
     found = expander.expand(tuple(per_axis), inputs, outputs)
     if found:
         return found
@@ -184,14 +192,15 @@ class _Ends:
             return (self.expander.layout((R,) * len(self.mesh.axes)),)
         fed = top and given.kind is InputKind.INPUT
         plain = name in self.survey.plain[graph.name] or fed
-        found = self.choices(graph, name, meta, whole_on_tp=plain, sums=False)
+        found = self.choices(graph, name, meta, whole_on_tp=plain, sums=False, edge=top)
         # Equals go to the first choice: an input that all readers take cut is fed cut, so that no rank loads all of it.
         return found[::-1] if fed else found
 
     def choices(
-        self, graph: Graph, name: str, meta: TensorMeta, *, whole_on_tp: bool, sums: bool
+        self, graph: Graph, name: str, meta: TensorMeta, *, whole_on_tp: bool, sums: bool, edge: bool
     ) -> tuple[Layout, ...]:
-        """Products over axes of what a value's role lets it be."""
+        """Products over axes of what a value's role lets it be. `edge`: it enters or leaves the module, where cuts are
+        torch's own."""
         per_axis: list[list[Placement]] = []
         for axis in self.mesh.axes:
             options = [R]
@@ -204,7 +213,7 @@ class _Ends:
                 options += [S(d) for d in range(len(meta.shape)) if S(d) != batch]
             per_axis.append(options)
         made = (self.expander.layout(c) for c in itertools.product(*per_axis))
-        return tuple(layout for layout in made if divides(layout, meta.shape, self.mesh))
+        return tuple(layout for layout in made if self.expander.holds(layout, meta, edge))
 
     def outputs(self, graph: Graph, top: bool, differentiable: tuple[bool, ...]) -> dict[int, tuple[Layout, ...]]:
         """Of OUTPUTs and BUFFER_UPDATEs, and of gradients of what isn't a parameter.
@@ -226,7 +235,7 @@ class _Ends:
                 name, output = makers[result.value]
                 found[position] = _made(self.nodes[graph.name][name], output)
             else:
-                found[position] = self.choices(graph, result.value, meta, whole_on_tp=False, sums=not top)
+                found[position] = self.choices(graph, result.value, meta, whole_on_tp=False, sums=not top, edge=top)
         return found
 
 

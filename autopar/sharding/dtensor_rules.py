@@ -88,6 +88,12 @@ def _rules(node: Node, metas: tuple[TensorMeta, ...], cache: RuleCache) -> tuple
     return tuple(dict.fromkeys((whole, *(r for r in found if _sound(r, node, metas)))))
 
 
+def asks_equal_pieces(name: str) -> bool:
+    """True if an op's rules hold for equal pieces only: its entry says so, or a user gave the rule."""
+    entry, op = TABLE.get(name), torch_op(name)
+    return (entry is not None and entry.equal) or (op is not None and _user_rule(op))
+
+
 def _sound(rule: Rule, node: Node, metas: tuple[TensorMeta, ...]) -> bool:
     """Right lengths, dims that exist and can be cut at all, None exactly where the node has None, no pointless sum."""
     if len(rule.inputs) != len(metas) or len(rule.outputs) != len(node.outputs):

@@ -1,4 +1,9 @@
-"""Products of one-axis rules over the axes of a mesh, without what doesn't divide."""
+"""Products of one-axis rules over the axes of a mesh, without what can't be cut.
+
+A dim that an axis divides is cut in equal pieces. One that it doesn't is cut in unequal ones where the op doesn't ask
+for equal pieces, where all dims that the rule cuts are cut in the same proportions, where there is a row for each rank,
+and where no other axis cuts the dim (docs/decisions/0003-uneven-cuts.md).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from autopar.ir.cuts import chunk
 from autopar.ir.graph import TensorMeta
-from autopar.ir.layout import Kind, Layout, Placement
+from autopar.ir.layout import Kind, Layout, Placement, R, divides, unit_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.strategy import Rule, Strategy
 
@@ -30,10 +36,25 @@ class Expander:
             found = self.layouts[placements] = Layout(self.mesh.names, placements)
         return found
 
-    def fitting(self, axis: int, rules: Sequence[Rule], inputs: Metas, outputs: OutMetas) -> tuple[Rule, ...]:
-        """Rules whose cut dims are multiples of one axis's size."""
+    def fitting(
+        self, axis: int, rules: Sequence[Rule], inputs: Metas, outputs: OutMetas, equal: bool
+    ) -> tuple[Rule, ...]:
+        """Rules by which one axis can cut. `equal`: the op asks for equal pieces."""
         size = self.mesh.axes[axis].size
-        return tuple(r for r in rules if _divides(r, inputs, outputs, size))
+        return tuple(r for r in rules if cuts_well(r, inputs, outputs, size, equal))
+
+    def holds(self, layout: Layout, meta: TensorMeta, edge: bool) -> bool:
+        """True if a tensor that no op of ours makes may be laid out so. `edge`: in torch's own cut, without units."""
+        if not self._nested_fits(layout.placements, meta):
+            return False
+        for axis, placement in zip(self.mesh.axes, layout.placements, strict=True):
+            if placement.kind is Kind.SHARD:
+                n, unit = meta.shape[placement.dim], unit_of(meta.units, placement.dim)
+                if not worth_cutting(meta, placement.dim, axis.size):
+                    return False
+                if edge and chunk(n, axis.size, unit) != chunk(n, axis.size):
+                    return False
+        return True
 
     def expand(self, per_axis: tuple[tuple[Rule, ...], ...], inputs: Metas, outputs: OutMetas) -> tuple[Strategy, ...]:
         """One strategy per combination of a rule on each axis that divides; none twice."""
@@ -63,19 +84,31 @@ class Expander:
         )
 
     def _nested_fits(self, placements: tuple[Any, ...], meta: TensorMeta) -> bool:
-        """Axis by axis each cut divides already; here only dims that several axes cut are looked at."""
-        parts: dict[int, int] = {}
-        for axis, placement in zip(self.mesh.axes, placements, strict=True):
-            if placement.kind is Kind.SHARD:
-                parts[placement.dim] = parts.get(placement.dim, 1) * axis.size
-        return all(meta.shape[dim] % n == 0 for dim, n in parts.items())
+        """Axis by axis each cut is good already; a dim that several axes cut must divide."""
+        cut = [p.dim for p in placements if p.kind is Kind.SHARD]
+        return len(set(cut)) == len(cut) or divides(self._of(placements, cut), meta.shape, self.mesh, meta.units)
+
+    def _of(self, placements: tuple[Placement, ...], cut: list[int]) -> Layout:
+        """The layout with only those cuts that several axes share."""
+        return self.layout(tuple(p if cut.count(p.dim) > 1 else R for p in placements))
 
 
-def _divides(rule: Rule, inputs: Metas, outputs: OutMetas, size: int) -> bool:
-    for placement, meta in zip(rule.inputs, inputs, strict=True):
-        if placement.dim >= 0 and meta.shape[placement.dim] % size:
+def worth_cutting(meta: TensorMeta, dim: int, size: int) -> bool:
+    """True if a dim has a row for each rank."""
+    return meta.shape[dim] >= size
+
+
+def cuts_well(rule: Rule, inputs: Metas, outputs: OutMetas, size: int, equal: bool) -> bool:
+    """True if an axis of this size can cut by a rule: equally, or all dims in the same proportions."""
+    proportion: tuple[int, int] | None = None
+    for placement, meta in (*zip(rule.inputs, inputs, strict=True), *zip(rule.outputs, outputs, strict=True)):
+        if placement is None or meta is None or placement.dim < 0:
+            continue
+        n = meta.shape[placement.dim]
+        largest = chunk(n, size, unit_of(meta.units, placement.dim))
+        if largest * size != n and (equal or not worth_cutting(meta, placement.dim, size)):
             return False
-    for out, value in zip(rule.outputs, outputs, strict=True):
-        if out is not None and value is not None and out.dim >= 0 and value.shape[out.dim] % size:
+        if proportion is not None and largest * proportion[1] != proportion[0] * n:
             return False
+        proportion = largest, n
     return True

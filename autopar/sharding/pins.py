@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import UserError
 from autopar.ir.graph import CapturedGraph, ParameterInfo
-from autopar.ir.layout import Kind, Placement, divides, parse_layout
+from autopar.ir.layout import Kind, Placement, fits, parse_layout
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.options import AXES, DEGREE_NAMES
 
@@ -74,7 +74,7 @@ def _placements(pattern: str, text: str, mesh: Mesh) -> dict[str, Placement]:
 def _fits(parameter: ParameterInfo, wanted: Mapping[str, Placement], mesh: Mesh) -> bool:
     layout = parse_layout(" ".join(f"{a}:{p}" for a, p in wanted.items()) or "whole", mesh)
     dims = [p.dim for p in layout.placements if p.kind is Kind.SHARD]
-    return divides(layout, parameter.meta.shape, mesh) and len(set(dims)) == len(dims)
+    return fits(layout, parameter.meta.shape) and len(set(dims)) == len(dims)
 
 
 def _unfit(pattern: str, text: str, parameter: ParameterInfo, mesh: Mesh) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from autopar.ir.cuts import is_even
 from autopar.ir.graph import CapturedGraph, Node, TensorMeta
+from autopar.ir.layout import unit_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.strategy import Note, Rule
 from autopar.sharding.traces import Trace
@@ -49,7 +51,8 @@ def note_lost(captured: CapturedGraph, mesh: Mesh, traces: Mapping[str, Mapping[
 
 
 class Dropped:
-    """Collects, per axis, the cuts that were dropped because a dim isn't a multiple of the axis."""
+    """Collects, per axis, the cuts that were dropped because a dim isn't a multiple of the axis, and the op or the
+    other dims that it cuts with it can't have unequal pieces."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -74,12 +77,9 @@ class Dropped:
                 continue
             both = zip((*rule.inputs, *rule.outputs), (*inputs, *outputs), strict=True)
             for placement, meta in both:
-                if (
-                    placement is not None
-                    and meta is not None
-                    and placement.dim >= 0
-                    and meta.shape[placement.dim] % size
-                ):
+                if placement is None or meta is None or placement.dim < 0:
+                    continue
+                if not is_even(meta.shape[placement.dim], size, unit_of(meta.units, placement.dim)):
                     bad.add((placement.dim, meta.shape[placement.dim]))
         for dim, extent in bad:
             key = (axis, extent)
@@ -93,6 +93,6 @@ class Dropped:
             yield Note(
                 "indivisible",
                 _where(node),
-                f"a dim of size {extent} can't be cut {axis.size} ways on {axis.name}: {self.count[i, extent]} ops are "
-                f"affected, first {node.op} (dim {dim})",
+                f"a dim of size {extent} can't be cut in {axis.size} equal pieces on {axis.name}: "
+                f"{self.count[i, extent]} ops don't take it in unequal ones, first {node.op} (dim {dim})",
             )

@@ -1,8 +1,11 @@
 """In which layouts each parameter may be stored.
 
 dp, cp: whole, or cut along the first dim that divides and that no other axis cuts (which dim makes no difference to
-the cost). tp: two or more dims: cut along a dim that its readers take cut; one dim: whole or cut. Parameters that are
-the same input of the same block, instance by instance, have the same choices.
+the cost); where none divides, along the longest, in unequal pieces. tp: two or more dims: cut along a dim that its
+readers take cut; one dim: whole or cut. Parameters that are the same input of the same block, instance by instance,
+have the same choices.
+
+A dim shorter than the axis leaves ranks with empty pieces: only where cutting is asked for (`zero` = 3, or a pin).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from autopar.ir.graph import CapturedGraph, InputKind, ParameterInfo, Ref, Tenso
 from autopar.ir.layout import Kind, Layout, Placement, R, S
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.strategy import Note
+from autopar.sharding.expand import worth_cutting
 from autopar.sharding.weights import RulesOf, Weights, accepted_dims, agree, cuts
 
 BATCH_AXES = ("dp", "cp")
@@ -127,15 +131,16 @@ def _on_axis(
     if axis.name in pinned:
         return (pinned[axis.name],)
     if axis.name != "tp":
-        return (R, *(S(d) for d, size in enumerate(meta.shape) if size > 0 and size % axis.size == 0))
+        return (R, *(S(d) for d in range(len(meta.shape)) if worth_cutting(meta, d, axis.size)))
 
     def fits(of: TensorMeta, dim: int) -> bool:
-        return of.shape[dim] > 0 and of.shape[dim] % axis.size == 0
+        return worth_cutting(of, dim, axis.size)
 
     answers = (accepted_dims(value, weights[graph], rules_of, fits) for graph, value in places)
     dims = agree(a for a in answers if a is not None) or frozenset()
     cut = tuple(sorted(cuts(dims), key=lambda p: p.dim))
-    return cut if cut and len(meta.shape) > 1 else (R, *cut)
+    even = any(meta.shape[p.dim] % axis.size == 0 for p in cut)
+    return cut if even and len(meta.shape) > 1 else (R, *cut)
 
 
 def _layouts(
@@ -153,7 +158,8 @@ def _layouts(
         if len(set(cut)) < len(cut):
             continue
         for cutting in itertools.product((False, True), repeat=len(batch)):
-            chosen = _cut_batch_axes(meta, [a for a, yes in zip(batch, cutting, strict=True) if yes], set(cut))
+            axes = [a for a, yes in zip(batch, cutting, strict=True) if yes]
+            chosen = _cut_batch_axes(meta, axes, set(cut), empty=zero == 3)
             if chosen is None or not _zero_allows(zero, meta, mesh, batch, cutting, set(cut)):
                 continue
             both = {**fixed, **chosen}
@@ -168,13 +174,18 @@ def _held(
     return per_axis[axis.name]
 
 
-def _cut_batch_axes(meta: TensorMeta, axes: list[Axis], taken: set[int]) -> dict[str, Placement] | None:
-    """Each axis cuts the first dim that is free and divides; None if there is none left."""
+def _cut_batch_axes(meta: TensorMeta, axes: list[Axis], taken: set[int], *, empty: bool) -> dict[str, Placement] | None:
+    """Each axis cuts the first dim that is free and divides, or else the longest; None if there is none left.
+
+    `empty`: pieces may be.
+    """
     found: dict[str, Placement] = {}
     taken = set(taken)
     for axis in axes:
-        dim = next((d for d, n in enumerate(meta.shape) if d not in taken and n > 0 and n % axis.size == 0), None)
-        if dim is None:
+        free = [d for d in range(len(meta.shape)) if d not in taken and meta.shape[d] > 1]
+        even = [d for d in free if meta.shape[d] % axis.size == 0]
+        dim = even[0] if even else max(free, key=lambda d: meta.shape[d], default=None)
+        if dim is None or not (empty or worth_cutting(meta, dim, axis.size)):
             return None
         taken.add(dim)
         found[axis.name] = S(dim)
@@ -188,7 +199,7 @@ def _zero_allows(
     if zero == 0:
         return not any(cutting)
     if zero == 3:
-        wanted = [a for a in batch if a.name == "dp" and _cut_batch_axes(meta, [a], taken) is not None]
+        wanted = [a for a in batch if a.name == "dp" and _cut_batch_axes(meta, [a], taken, empty=True) is not None]
         return all(yes for a, yes in zip(batch, cutting, strict=True) if a in wanted)
     return True
 
@@ -208,8 +219,6 @@ def _notes(
         if axis.size == 1 or axis.name in pinned:
             continue
         if axis.name == "tp" and len(meta.shape) > 1 and per_axis["tp"] == (R,):
-            yield Note(
-                "whole", where, f"{meta} is stored whole on tp={axis.size}: no reader takes it cut in equal parts"
-            )
+            yield Note("whole", where, f"{meta} is stored whole on tp={axis.size}: no reader takes it cut")
         if axis.name == "dp" and zero == 3 and all(layout.on("dp") == R for layout in layouts):
-            yield Note("whole", where, f"{meta} is stored whole on dp={axis.size}: no dim is a multiple of it")
+            yield Note("whole", where, f"{meta} is stored whole on dp={axis.size}: it has no dim to cut")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autopar.errors import CaptureError
 from autopar.ir.graph import BufferInfo, CapturedGraph, Graph, InputKind, ParameterInfo, TensorMeta
 from autopar.ir.options import Options
+from autopar.ops.units import with_units
 from autopar.tracer.again import remake_parameter_views
 from autopar.tracer.blocks import CapturedBlock, capture_blocks, run_block
 from autopar.tracer.check import check_graph
@@ -65,7 +66,7 @@ def capture(
                 raise captured
             regions = find_regions(rig, inputs, captured, regions, _attempt(rig, inputs))
             captured = _captured(rig, inputs, options, model_name or type(model).__name__, regions)
-    captured = _tidied(captured)
+    captured = with_units(_tidied(captured))
     check_graph(captured)
     return captured
 

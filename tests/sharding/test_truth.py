@@ -15,7 +15,7 @@ from autopar.ir.layout import P, R, S
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.strategy import Rule
 from autopar.sharding import RuleCache, one_axis_rules
-from tests.sharding.truth import check, fits, make, node_of, strategy_of
+from tests.sharding.truth import check, fits, make, node_of, strategy_of, with_node_units
 
 CACHE = RuleCache()
 QUICK = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -39,8 +39,7 @@ def failures(node: Any, metas: tuple[TensorMeta, ...], size: int, rules: tuple[R
     found = []
     mesh = line(size)
     for rule in one_axis_rules(node, metas, CACHE) if rules is None else rules:
-        strategy = strategy_of((rule,), mesh)
-        if fits(node, metas, strategy, mesh) and (wrong := check(node, metas, strategy, mesh)):
+        if fits(node, metas, (rule,), mesh) and (wrong := check(node, metas, strategy_of((rule,), mesh), mesh)):
             found.append(f"{node.op} {rule}: {wrong}")
     return found
 
@@ -242,19 +241,32 @@ def test_one_axis_rules_are_true(name: str, n: int, m: int) -> None:
     assert failures(node, metas, n) == []
 
 
+UNEVEN = [(3, 2), (4, 3), (5, 4), (7, 4)]
+"""(size that the shapes are made of, size of the axis): pieces 2 1; 2 2 0 (6: 2 2 2); 2 2 1 0; 2 2 2 1."""
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("n", "size"), UNEVEN)
+def test_one_axis_rules_are_true_of_unequal_pieces(name: str, n: int, size: int) -> None:
+    """Dims that don't divide, empty pieces, and rows that stay together."""
+    op, *args = CASES[name](n, 1)
+    node, metas = with_node_units(*make(op, *args))
+    assert failures(node, metas, size) == []
+
+
 @pytest.mark.parametrize("mask", [(1, 1), (2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("n", [2, 3])
-def test_attention_with_masks_and_fewer_key_heads(mask: tuple[int, int], n: int) -> None:
+@pytest.mark.parametrize(("n", "size"), [(2, 2), (3, 3), (5, 4)])
+def test_attention_with_masks_and_fewer_key_heads(mask: tuple[int, int], n: int, size: int) -> None:
     """Broadcast dims of the mask stay whole; the backward too."""
     batch, heads, kv = n, 2 * n, 2 * n
     shape = (1 if mask[0] == 1 else batch, 1 if mask[1] == 1 else heads, 4 * n, 6)
     q, k = f(batch, heads, 4 * n, 4), f(batch, kv, 6, 4)
     node, metas = make(ATT + ".default", q, k, k, attn_mask=f(*shape), scale=0.5)
-    assert failures(node, metas, n) == []
+    assert failures(node, metas, size) == []
     assert len(one_axis_rules(node, metas, CACHE)) == 4
     stats = f(batch, heads, 4 * n)
     node, metas = make(ATT + "_backward.default", q, q, k, k, q, stats, 0.0, False, attn_mask=f(*shape), scale=0.5)
-    assert failures(node, metas, n) == []
+    assert failures(node, metas, size) == []
 
 
 def test_products_of_two_axes_are_true() -> None:
@@ -272,7 +284,7 @@ def test_products_of_two_axes_are_true() -> None:
         for first in rules:
             for second in rules:
                 strategy = strategy_of((first, second), mesh)
-                if fits(node, metas, strategy, mesh) and (error := check(node, metas, strategy, mesh)):
+                if fits(node, metas, (first, second), mesh) and (error := check(node, metas, strategy, mesh)):
                     wrong.append(f"{op} {strategy}: {error}")
         assert wrong == []
 

@@ -9,15 +9,30 @@ import torch
 from torch import Tensor
 
 import autopar.ops.custom  # noqa: F401 (defines autopar::pick and autopar::place)
-from autopar.ir.graph import Node, Phase, Ref, TensorMeta, TorchConst, Value
-from autopar.ir.layout import Kind, Layout, Placement, divides, local_offset, local_shape
+from autopar.ir.graph import (
+    CallSignature,
+    CapturedGraph,
+    Graph,
+    GraphInput,
+    InputKind,
+    Node,
+    Phase,
+    Ref,
+    TensorMeta,
+    TorchConst,
+    Value,
+)
+from autopar.ir.cuts import Own, chunk
+from autopar.ir.layout import Kind, Layout, Placement, local_piece, local_shape, unit_of
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.strategy import Rule, Strategy
 from autopar.ops import LocalCall, local_call
+from autopar.ops.units import with_units
 from autopar.runtime import local_ops
 from autopar.runtime.comm import Alone
 from autopar.runtime.threads import ThreadWorld, run_threads
-from autopar.sharding.dtensor_rules import torch_op
+from autopar.sharding.dtensor_rules import asks_equal_pieces, torch_op
+from autopar.sharding.expand import Expander
 
 ONE = Mesh(axes=(Axis(name="x", size=1),))
 
@@ -49,6 +64,20 @@ def make(op: str, *args: Any, **kwargs: Any) -> tuple[Node, tuple[TensorMeta, ..
     node = node_of(op, tuple(map(lift, args)), {k: lift(v) for k, v in kwargs.items()},
                    [None if o is None else meta_of(o) for o in outs])  # fmt: skip
     return node, tuple(metas)
+
+
+def with_node_units(node: Node, metas: tuple[TensorMeta, ...]) -> tuple[Node, tuple[TensorMeta, ...]]:
+    """The node and its metas with the units that they'd have in a model of this op alone."""
+    inputs = tuple(
+        GraphInput(value=Value(name, meta), kind=InputKind.BUFFER, target=name)
+        for name, meta in zip(node.refs, metas, strict=True)
+    )
+    signature = CallSignature(inputs=(), outputs=(), differentiable=(), flatten=None, rebuild=None)
+    graph = Graph(name="top", inputs=inputs, nodes=(node,), outputs=())
+    marked = with_units(
+        CapturedGraph(model_name="m", top=graph, blocks=(), parameters=(), buffers=(), signature=signature)
+    )
+    return marked.top.nodes[0], tuple(i.value.meta for i in marked.top.inputs)
 
 
 def meta_of(x: Tensor) -> TensorMeta:
@@ -125,6 +154,8 @@ def run(call: LocalCall, tensors: list[Tensor], rt: Any) -> list[Tensor | None]:
     def fill(x: Any) -> Any:
         if isinstance(x, Ref):
             return next(supply)
+        if isinstance(x, Own):
+            return getattr(rt.piece(x.whole, x.axes, x.unit), x.part)
         if isinstance(x, TorchConst):
             return torch.device(x.name) if x.kind == "device" else getattr(torch, x.name)
         return [fill(v) for v in x] if isinstance(x, (tuple, list)) else x
@@ -153,7 +184,7 @@ def whole(node: Node, metas: tuple[TensorMeta, ...], inputs: list[Tensor]) -> li
     return run(local_call(node, strategy, ONE, metas, outs), inputs, Alone(ONE, torch.device("cpu")))
 
 
-def pieces_of(x: Tensor, layout: Layout, mesh: Mesh, seed: int) -> list[Tensor]:
+def pieces_of(x: Tensor, layout: Layout, mesh: Mesh, seed: int, units: tuple[int, ...] = ()) -> list[Tensor]:
     """One per rank: slices; for P random summands along that axis."""
     parts = {(): x}
     generator = torch.Generator().manual_seed(seed)
@@ -162,15 +193,19 @@ def pieces_of(x: Tensor, layout: Layout, mesh: Mesh, seed: int) -> list[Tensor]:
         done: dict[int, list[Tensor]] = {}  # replicas are split alike
         for at, piece in parts.items():
             if id(piece) not in done:
-                done[id(piece)] = _split(piece, axis.size, placement, generator)
+                done[id(piece)] = _split(piece, axis.size, placement, generator, units)
             split.update({(*at, i): p for i, p in enumerate(done[id(piece)])})
         parts = split
     return [parts[mesh.coordinate(r)].contiguous() for r in range(mesh.size)]
 
 
-def _split(piece: Tensor, n: int, placement: Placement, generator: torch.Generator) -> list[Tensor]:
+def _split(
+    piece: Tensor, n: int, placement: Placement, generator: torch.Generator, units: tuple[int, ...]
+) -> list[Tensor]:
     if placement.kind is Kind.SHARD:
-        return list(piece.chunk(n, placement.dim))
+        size = chunk(piece.shape[placement.dim], n, unit_of(units, placement.dim))
+        found = list(piece.split(size, placement.dim))
+        return found + [piece.narrow(placement.dim, 0, 0)] * (n - len(found))
     return _summands(piece, n, generator) if placement.kind is Kind.PARTIAL else [piece] * n
 
 
@@ -182,14 +217,16 @@ def _summands(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
     return [*first, x - sum(first)]
 
 
-def joined(pieces: list[Tensor], shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Tensor:
+def joined(
+    pieces: list[Tensor], shape: tuple[int, ...], layout: Layout, mesh: Mesh, units: tuple[int, ...] = ()
+) -> Tensor:
     """The whole from every rank's piece; replicas must agree."""
     total = torch.zeros(shape, dtype=torch.float64 if pieces[0].dtype.is_floating_point else pieces[0].dtype)
     if pieces[0].dtype.is_complex:
         total = torch.zeros(shape, dtype=pieces[0].dtype)
     seen: dict[tuple[Any, ...], Tensor] = {}
-    expected = local_shape(shape, layout, mesh)
     for rank, piece in enumerate(pieces):
+        start, expected = local_piece(shape, layout, mesh, rank, units)
         assert tuple(piece.shape) == expected, f"piece has shape {tuple(piece.shape)}, wanted {expected}"
         at = mesh.coordinate(rank)
         key = tuple(i for i, p in zip(at, layout.placements, strict=True) if p.kind is not Kind.REPLICATE)
@@ -197,7 +234,6 @@ def joined(pieces: list[Tensor], shape: tuple[int, ...], layout: Layout, mesh: M
             assert close(piece, seen[key]), "replicas differ"
             continue
         seen[key] = piece
-        start = local_offset(shape, layout, mesh, rank)
         where = tuple(slice(s, s + n) for s, n in zip(start, piece.shape, strict=True))
         if layout.partial:
             total[where] += piece.to(total.dtype)
@@ -230,25 +266,33 @@ def strategy_of(rules: tuple[Rule, ...], mesh: Mesh) -> Strategy:
     )
 
 
-def fits(node: Node, metas: tuple[TensorMeta, ...], strategy: Strategy, mesh: Mesh) -> bool:
-    """Everything divides."""
-    return all(divides(x, m.shape, mesh) for x, m in zip(strategy.inputs, metas, strict=True)) and all(
-        x is None or v is None or divides(x, v.meta.shape, mesh)
-        for x, v in zip(strategy.outputs, node.outputs, strict=True)
-    )
+def fits(node: Node, metas: tuple[TensorMeta, ...], rules: tuple[Rule, ...], mesh: Mesh) -> bool:
+    """The product of these rules, one per axis, is a choice on the mesh."""
+    outs, equal = tuple(None if o is None else o.meta for o in node.outputs), asks_equal_pieces(node.op)
+    expander = Expander(mesh)
+    kept = tuple(expander.fitting(i, (rule,), metas, outs, equal) for i, rule in enumerate(rules))
+    return all(kept) and bool(expander.expand(kept, metas, outs))
+
+
+def local_meta(meta: TensorMeta, layout: Layout, mesh: Mesh) -> TensorMeta:
+    """The largest piece."""
+    return TensorMeta(local_shape(meta.shape, layout, mesh, meta.units), meta.dtype)
 
 
 def check(node: Node, metas: tuple[TensorMeta, ...], strategy: Strategy, mesh: Mesh, seed: int = 0) -> str:
     """ "" if the strategy gives what the op gives; else what is wrong."""
     inputs = Inputs(node, metas, seed).draw()
     expected = whole(node, metas, inputs)
-    cut = [pieces_of(x, p, mesh, seed + 1000 + i) for i, (x, p) in enumerate(zip(inputs, strategy.inputs, strict=True))]
+    cut = [
+        pieces_of(x, p, mesh, seed + 1000 + i, m.units)
+        for i, (x, p, m) in enumerate(zip(inputs, strategy.inputs, metas, strict=True))
+    ]
     outs = tuple(
-        None if v is None or x is None else TensorMeta(local_shape(v.meta.shape, x, mesh), v.meta.dtype)
+        None if v is None or x is None else local_meta(v.meta, x, mesh)
         for v, x in zip(node.outputs, strategy.outputs, strict=True)
     )
-    ins = tuple(TensorMeta(local_shape(m.shape, x, mesh), m.dtype) for m, x in zip(metas, strategy.inputs, strict=True))
-    call = local_call(node, strategy, mesh, ins, outs)
+    ins = tuple(local_meta(m, x, mesh) for m, x in zip(metas, strategy.inputs, strict=True))
+    call = local_call(node, strategy, mesh, ins, outs, metas)
 
     def rank(rt: Any) -> list[Tensor | None]:
         return run(call, [c[rt.rank] for c in cut], rt)
@@ -267,7 +311,7 @@ def check(node: Node, metas: tuple[TensorMeta, ...], strategy: Strategy, mesh: M
         if "empty" in node.op:
             continue
         try:
-            found = joined([r[i] for r in results], tuple(whole_out.shape), layout, mesh)  # type: ignore[misc]
+            found = joined([r[i] for r in results], tuple(whole_out.shape), layout, mesh, value.meta.units)  # type: ignore[misc]
         except AssertionError as error:
             return f"output {i}: {error}"
         if not close(found, whole_out):
