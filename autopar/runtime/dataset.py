@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from autopar.errors import InputError, PlanError, UserError
-from autopar.ir.layout import Layout, local_offset, local_shape, parse_layout
+from autopar.ir.layout import Layout, local_piece, parse_layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan, PlanInput, mesh_of
 from autopar.runtime.comm import Alone, Communicator
@@ -118,7 +118,7 @@ class LocalBatches(IterableDataset[Any]):
     def _piece(self, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Where this rank's piece of an input begins in each dim, and its shape."""
         shape, layout = self.inputs[path].shape, self._layouts[path]
-        return local_offset(shape, layout, self._mesh, self._rank), local_shape(shape, layout, self._mesh)
+        return local_piece(shape, layout, self._mesh, self._rank)
 
     def __iter__(self) -> Iterator[tuple[bool, Any]]:
         worker = get_worker_info()

@@ -240,9 +240,7 @@ def attention_backward(
 ) -> Any:
     """Its gradients of query, key and value."""
     if query.numel():
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            grad, query, key, value, *rest, **more
-        )
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward.default(grad, query, key, value, *rest, **more)
     return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
 
 

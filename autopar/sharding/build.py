@@ -117,7 +117,7 @@ def _node_strategies(
     for axis in expander.mesh.axes:
         if axis.name in TRACED:
             allowed = roles.traces[axis.name].allowed
-            uncut = survey.followed[axis.name] % axis.size
+            uncut = survey.followed[axis.name] < axis.size
             per_axis.append(_or_whole(allowed, graph, rules_of) if uncut else allowed)
         elif axis.name == "tp":
             per_axis.append(tensor_parallel(roles, axis.name, storage, rules_of))

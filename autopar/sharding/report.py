@@ -93,6 +93,11 @@ class Dropped:
             yield Note(
                 "indivisible",
                 _where(node),
-                f"a dim of size {extent} can't be cut in {axis.size} equal pieces on {axis.name}: "
-                f"{self.count[i, extent]} ops don't take it in unequal ones, first {node.op} (dim {dim})",
+                f"a dim of size {extent} can't be cut {axis.size} ways on {axis.name}: "
+                + (
+                    f"ranks would be left with nothing in {self.count[i, extent]} ops"
+                    if extent < axis.size
+                    else f"{self.count[i, extent]} ops don't take pieces of unequal size"
+                )
+                + f", first {node.op} (dim {dim})",
             )

@@ -201,14 +201,15 @@ def difference(of: Case, plan: Plan) -> str:
     mesh = api.mesh_of(plan)
     whole = replicated(mesh)
     stored = {name: parse_layout(p.layout, mesh) for name, p in plan.parameters.items()}
+    shapes = {p.name: p.meta.shape for p in of.captured.parameters}
 
     def rank(rt: Any) -> tuple[Trained, list[Tensor]]:
         module = ParallelModule(of.captured, plan, source, of.model, rt)
         layouts = next(iter(module._autopar.programs.values())).outputs
-        outputs: list[Tensor] = []
+        sizes, outputs = [tuple(x.shape) for x in of.outputs], list[Tensor]()
         trained = train(
-            module, lambda m: _called(m, of.inputs, outputs, lambda x, i: rt.convert(x, layouts[i], whole)),
-            lambda name, piece: rt.convert(piece, stored[name], whole), of.steps, module.full_state_dict,
+            module, lambda m: _called(m, of.inputs, outputs, lambda x, i: rt.convert(x, layouts[i], whole, sizes[i])),
+            lambda name, piece: rt.convert(piece, stored[name], whole, shapes[name]), of.steps, module.full_state_dict,
         )  # fmt: skip
         return trained, outputs
 

@@ -198,10 +198,20 @@ def test_cap01_result_types(kind: type, ranks: int) -> None:
             assert type(found.out) is Out and found.parts[1] is None
         torch.testing.assert_close(mine, loss, rtol=1e-10, atol=0)
         eager_logits = wanted["logits"] if kind is dict else (wanted.out if kind is Nested else wanted).logits
-        whole = rt.convert(logits, next(iter(module._autopar.programs.values())).outputs[1], replicated(rt.mesh))
+        whole = rt.convert(
+            logits,
+            next(iter(module._autopar.programs.values())).outputs[1],
+            replicated(rt.mesh),
+            tuple(eager_logits.shape),
+        )
         torch.testing.assert_close(whole, eager_logits, rtol=1e-10, atol=0)
         (found["loss"] if kind is dict else found.loss).backward()
-        gradient = rt.convert(module.lin.weight.grad, module.storage_layouts["lin.weight"], replicated(rt.mesh))
+        gradient = rt.convert(
+            module.lin.weight.grad,
+            module.storage_layouts["lin.weight"],
+            replicated(rt.mesh),
+            tuple(eager.lin.weight.shape),
+        )
         torch.testing.assert_close(
             gradient, eager.lin.weight.grad * (2 if kind is Nested else 1) / (2 if kind is Nested else 1)
         )
@@ -593,9 +603,11 @@ def _same_on_batches(model: nn.Module, make: Any, mesh: Any, batches: list[tuple
         state = module.full_state_dict() if isinstance(module, ParallelModule) else module.state_dict()
         return found, {k: v.clone() for k, v in state.items()}
 
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+
     def rank(rt: Communicator) -> Any:
         module = make(rt)
-        return train(module, lambda n, g: rt.convert(g, module.storage_layouts[n], replicated(rt.mesh)))
+        return train(module, lambda n, g: rt.convert(g, module.storage_layouts[n], replicated(rt.mesh), shapes[n]))
 
     wanted, state = train(copy.deepcopy(model), lambda n, g: g.clone())
     for found, after in every_rank(mesh, rank):
@@ -733,7 +745,7 @@ def test_cap19_the_users_backward(path: str, ranks: int) -> None:
     def rank(rt: Communicator) -> None:
         module = ParallelModule(graph, plan, source, model, rt)
         module(x).backward()
-        gradient = rt.convert(module.p.grad, module.storage_layouts["p"], replicated(rt.mesh))
+        gradient = rt.convert(module.p.grad, module.storage_layouts["p"], replicated(rt.mesh), tuple(model.p.shape))
         assert torch.equal(gradient, 7 * x)
 
     every_rank(mesh_of(plan), rank)
@@ -901,7 +913,7 @@ def test_x07_two_losses(ranks: int) -> None:
                 (first if b == 0 else second if a == 0 else a * first + b * second).backward()
             for name, p in eager.named_parameters():
                 own = module.get_parameter(name)
-                whole = rt.convert(own.grad, module.storage_layouts[name], replicated(rt.mesh))
+                whole = rt.convert(own.grad, module.storage_layouts[name], replicated(rt.mesh), tuple(p.shape))
                 torch.testing.assert_close(
                     whole, torch.zeros_like(p) if p.grad is None else p.grad, rtol=1e-10, atol=1e-12
                 )

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost_model.clusters import load_cluster
-from autopar.cost_model.collectives import collective_us, local_bytes, reshard_us, spans
+from autopar.cost_model.collectives import collective_us, reshard_us, spans, step_bytes
 from autopar.cost_model.model import CostModel
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Layout, P, R, S, parse_layout
 from autopar.ir.mesh import Axis, Mesh
-from autopar.ir.reshard import Collective
+from autopar.ir.reshard import Collective, plan_reshard
 from tests.cost_model.helpers import cluster, mesh
 
 FLAT = cluster((4, 3.0, 100.0))
@@ -117,9 +117,12 @@ def test_nothing_becomes_a_partial_sum() -> None:
     assert reshard_us(META, Layout(("tp",), (R,)), Layout(("tp",), (P,)), FOUR, FLAT) == math.inf
 
 
-def test_layout_that_does_not_divide_cannot_be_reached() -> None:
+def test_layout_of_a_dim_that_is_not_there_cannot_be_reached() -> None:
+    assert reshard_us(META, Layout(("tp",), (R,)), Layout(("tp",), (S(2),)), FOUR, FLAT) == math.inf
     odd = TensorMeta((6, 16), "float32")
-    assert reshard_us(odd, Layout(("tp",), (R,)), Layout(("tp",), (S(0),)), FOUR, FLAT) == math.inf
+    assert reshard_us(odd, Layout(("tp",), (S(0),)), Layout(("tp",), (R,)), FOUR, FLAT) == pytest.approx(
+        reshard_us(TensorMeta((8, 16), "float32"), Layout(("tp",), (S(0),)), Layout(("tp",), (R,)), FOUR, FLAT)
+    )
 
 
 def test_slice_of_a_leading_dim_of_one_is_a_view() -> None:
@@ -183,7 +186,30 @@ def test_conversions_within_a_node_cost_less_than_between(one: str, other: str) 
     assert inner >= 0 and outer >= 0
 
 
-def test_local_bytes() -> None:
+def _bytes(shape: tuple[int, ...], before: str, after: str, on: Mesh, units: tuple[int, ...] = ()) -> list[float]:
+    meta = TensorMeta(shape, "float32", units)
+    steps = plan_reshard(parse_layout(before, on), parse_layout(after, on))
+    assert steps
+    return [step_bytes(meta, step, on) for step in steps]
+
+
+def test_bytes_of_a_step() -> None:
+    """The larger side of the step, of one device's piece over the other axes."""
     both = mesh(NODES, dp=2, tp=2)
-    assert local_bytes(META, parse_layout("dp:S(0) tp:S(1)", both), both) == 128
-    assert local_bytes(META, parse_layout("dp:P", both), both) == 512
+    assert _bytes((8, 16), "dp:P", "dp:R", both) == [512]
+    assert _bytes((8, 16), "dp:P tp:S(1)", "dp:R tp:S(1)", both) == [256]
+    assert _bytes((8, 16), "dp:S(0) tp:S(1)", "dp:R tp:S(1)", both) == [256]
+    assert _bytes((8, 16), "dp:P", "dp:S(0)", both) == [512]
+    assert _bytes((8, 16), "dp:S(0)", "dp:S(1)", both) == [256]
+
+
+def test_unequal_pieces_travel_as_large_as_the_largest() -> None:
+    """7 rows on 4 ranks are 2 2 2 1: 8 rows on the way. In units of 3, 21 rows are 6 6 6 3, so 24."""
+    row = 16 * 4
+    assert _bytes((7, 16), "tp:S(0)", "tp:R", FOUR) == [8 * row]
+    assert _bytes((7, 16), "tp:P", "tp:S(0)", FOUR) == [8 * row]
+    assert _bytes((7, 16), "tp:P", "tp:R", FOUR) == [7 * row]
+    assert _bytes((21, 16), "tp:S(0)", "tp:R", FOUR, (3, 1)) == [24 * row]
+    # Each rank hands in 2 rows of 12 columns (10 padded), whichever way.
+    assert _bytes((7, 10), "tp:S(0)", "tp:S(1)", FOUR) == [2 * 12 * 4]
+    assert _bytes((7, 10), "tp:S(1)", "tp:S(0)", FOUR) == [3 * 8 * 4]

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.ir.layout import Kind, Layout, P, R, S, divides, local_offset, local_shape, parse_layout
+from autopar.ir.layout import Kind, Layout, P, R, S, divides, local_piece, parse_layout
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.reshard import Collective, ReshardStep, plan_reshard
 
@@ -18,8 +18,7 @@ def spread(whole, layout, mesh, rng):
     """One piece per rank; partial axes get random summands that add up to the piece."""
     pieces = []
     for rank in range(mesh.size):
-        start = local_offset(whole.shape, layout, mesh, rank)
-        size = local_shape(whole.shape, layout, mesh)
+        start, size = local_piece(whole.shape, layout, mesh, rank)
         pieces.append(whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))].copy())
     for axis, placement in zip(mesh.axes, layout.placements, strict=True):
         if placement.kind is Kind.PARTIAL:

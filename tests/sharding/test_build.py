@@ -11,7 +11,7 @@ import torch
 
 from autopar.errors import UserError
 from autopar.ir.graph import CapturedGraph, Node
-from autopar.ir.layout import divides, parse_layout
+from autopar.ir.layout import Kind, Layout, divides, parse_layout
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.options import Options
 from autopar.ir.strategy import StrategyTable
@@ -35,6 +35,13 @@ def mesh(**axes: int) -> Mesh:
 @cache
 def table(name: str, **axes: int) -> StrategyTable:
     return build_table(captured(name), mesh(**axes), Options(), rules=CACHE)
+
+
+def fills(layout: Layout, shape: tuple[int, ...], on: Mesh) -> bool:
+    """True if each cut dim has a row for each rank, and those that several axes cut divide."""
+    cut = [(p.dim, a.size) for p, a in zip(layout.placements, on.axes, strict=True) if p.kind is Kind.SHARD]
+    dims = [d for d, _ in cut]
+    return all(shape[d] >= n for d, n in cut) and (len(set(dims)) == len(dims) or divides(layout, shape, on))
 
 
 def texts(found: StrategyTable, graph: str, node: Node) -> set[str]:
@@ -112,7 +119,7 @@ def test_convolutions_can_be_cut_by_batch_and_by_channels() -> None:
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 3}, {"dp": 2, "tp": 3}, {"dp": 2, "cp": 3, "tp": 2}, {"free": 2},
                                   {"dp": 5, "tp": 7}, {"dp": 6, "tp": 6}])  # fmt: skip
 @pytest.mark.parametrize("name", ["llama", "convnet"])
-def test_every_layout_divides_and_every_node_has_a_strategy(name: str, axes: dict[str, int]) -> None:
+def test_every_layout_fits_and_every_node_has_a_strategy(name: str, axes: dict[str, int]) -> None:
     found, on = table(name, **axes), mesh(**axes)
     for graph in captured(name).graphs:
         values = graph.values()
@@ -124,13 +131,13 @@ def test_every_layout_divides_and_every_node_has_a_strategy(name: str, axes: dic
             assert strategies
             assert len(set(strategies)) == len(strategies) <= 60
             for s in strategies:
-                assert all(divides(x, values[r].meta.shape, on) for x, r in zip(s.inputs, node.refs, strict=True))
+                assert all(fills(x, values[r].meta.shape, on) for x, r in zip(s.inputs, node.refs, strict=True))
                 for out, value in zip(s.outputs, node.outputs, strict=True):
                     assert (out is None) == (value is None)
-                    assert out is None or divides(out, value.meta.shape, on)
+                    assert out is None or fills(out, value.meta.shape, on)
     for parameter in captured(name).parameters:
         assert found.storage[parameter.name]
-        assert all(divides(x, parameter.meta.shape, on) for x in found.storage[parameter.name])
+        assert all(fills(x, parameter.meta.shape, on) for x in found.storage[parameter.name])
 
 
 def test_counts_stay_modest() -> None:
@@ -149,7 +156,19 @@ def test_indivisible_sizes_are_noted_once_per_size() -> None:
     notes = [n for n in table("llama", dp=5, tp=7).notes if n.kind == "indivisible"]
     assert notes
     assert len({n.message.split(":")[0] for n in notes}) == len(notes)
-    assert any("a dim of size 12 can't be cut 5 ways on dp" in n.message for n in notes)
+    assert any("a dim of size 48 can't be cut 7 ways on tp: 4 ops don't take pieces" in n.message for n in notes)
+    few = [n.message for n in table("llama", dp=13).notes if n.kind == "indivisible"]
+    assert any("a dim of size 12 can't be cut 13 ways on dp: ranks would be left with nothing" in m for m in few)
+
+
+def test_a_batch_that_does_not_divide_is_cut_in_unequal_pieces() -> None:
+    """12 samples on 5 ranks are 3 3 3 3 0: nothing of the batch is computed twice."""
+    found = table("llama", dp=5)
+    assert not [n for n in found.notes if n.kind == "indivisible"]
+    assert str(found.inputs["top"]["x_input_ids"][0]) == "dp:S(0)"
+    graph, node = node_of("llama", "aten.matmul.default", "up_proj")
+    assert {str(s.inputs[0]) for s in found.nodes[graph][node.name]} == {"dp:S(0)"}
+    assert {str(x) for x in found.storage["lm_head.weight"]} == {"dp:R", "dp:S(0)"}
 
 
 def test_pins_restrict_storage_and_use() -> None:
@@ -188,9 +207,16 @@ def test_bad_pins_are_refused_in_words(pins: dict[str, str | int], words: str) -
         build_table(captured("llama"), mesh(dp=2, tp=2), Options(pins=pins), rules=CACHE)
 
 
-def test_a_pin_that_does_not_divide_is_this_meshs_fault() -> None:
+def test_a_pin_that_does_not_fit_is_this_meshs_fault() -> None:
     with pytest.raises(PinError, match="can't cut so"):
-        build_table(captured("llama"), mesh(tp=7), Options(pins={"lm_head": "tp:S(0)"}), rules=CACHE)
+        build_table(captured("llama"), mesh(tp=7), Options(pins={"lm_head": "tp:S(2)"}), rules=CACHE)
+
+
+def test_a_pin_may_ask_for_unequal_and_for_empty_pieces() -> None:
+    pins = {"lm_head": "tp:S(0)", "model.norm": "tp:S(0)"}
+    found = build_table(captured("llama"), mesh(tp=7), Options(pins=pins), rules=CACHE)
+    assert [str(x) for x in found.storage["lm_head.weight"]] == ["tp:S(0)"]
+    assert [str(x) for x in found.storage["model.norm.weight"]] == ["tp:S(0)"]
 
 
 def test_ends_of_the_graphs() -> None:

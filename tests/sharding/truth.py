@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import autopar.ops.custom  # noqa: F401 (defines autopar::pick and autopar::place)
+from autopar.ir.cuts import Own, chunk
 from autopar.ir.graph import (
     CallSignature,
     CapturedGraph,
@@ -22,7 +23,6 @@ from autopar.ir.graph import (
     TorchConst,
     Value,
 )
-from autopar.ir.cuts import Own, chunk
 from autopar.ir.layout import Kind, Layout, Placement, local_piece, local_shape, unit_of
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.strategy import Rule, Strategy
