@@ -75,6 +75,8 @@ def plain(value: Value) -> Any:
 
 def marked(data: Any, marks: int) -> Value:
     """The inverse of `plain`."""
+    if isinstance(data, torch.Size):
+        data = tuple(data)
     if type(data) in (list, tuple):
         return Value(type(data)(marked(item, marks) for item in data), marks)
     return Value(data, marks)
