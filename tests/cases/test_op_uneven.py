@@ -1,0 +1,221 @@
+"""Dims that don't divide, cut all the same: pieces of unequal size, some of them empty.
+
+Rows OP-02, OP-03, OP-16, OP-37 and X-02 of the field cases, and CLU-08 and CAP-14 where the number of ranks divides
+nothing: EQ, and the plan cuts what it is asked to cut, so that no rank does another's work.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.ir.layout import Layout, P, R, S
+from autopar.ir.plan import mesh_of
+from autopar.ir.reshard import plan_reshard
+from autopar.runtime.comm import Communicator
+from autopar.runtime.parameters import unwrap
+from autopar.runtime.threads import run_threads
+from tests.cases.lm import TinyLM, text
+from tests.cases.run import captured, compared, on_ranks, planned, same, strategies, unequal
+from tests.codegen.hand import mesh
+
+UNEVEN = {2: (7,), 3: (7, 4), 4: (7, 6)}
+"""Ranks -> numbers of rows that they don't divide; 4 rows on 3 ranks and 6 on 4 leave a rank with nothing."""
+
+
+def cut_on(plan: Any, axis: str, dim: int = 0) -> bool:
+    """True if every input of the model that has the dim is fed cut along it."""
+    layouts = [v for k, v in plan.inputs["top"].items() if k.startswith("input:")]
+    return bool(layouts) and all(f"{axis}:S({dim})" in text for text in layouts)
+
+
+class Flat(nn.Module):
+    """OP-02: the rows of a cut tensor as one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, 16) -> loss ()."""
+        return (x * self.gain).view(-1).pow(2).sum()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_op02_flattening(ranks: int) -> None:
+    """6 rows on 4 ranks: 2 2 2 0, flat 32 32 32 0; on 5: 2 2 2 0 0."""
+    torch.manual_seed(0)
+    for rows in (6, 7):
+        plan = same(Flat(), {"x": unequal(rows, 16)}, ranks, pins={"dp": ranks})
+        assert cut_on(plan, "dp")
+
+
+class Means(nn.Module):
+    """OP-03: statistics over the cut dim."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.gain = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, 4) -> loss ()."""
+        x = x * self.gain
+        if self.kind == "mean":
+            return x.mean()
+        if self.kind == "square mean":
+            return x.pow(2).mean(0).sum()
+        if self.kind == "var":
+            return x.var(0).sum()
+        return x.std() + x.std(0).sum()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["mean", "square mean", "var", "std"])
+def test_op03_means_over_unequal_pieces(kind: str, ranks: int) -> None:
+    """Weighted by true counts; the mean of means is off by a tenth and more here."""
+    torch.manual_seed(0)
+    for x in (torch.arange(12.0).view(3, 4), unequal(5, 4), unequal(7, 4)):
+        if len(x) >= ranks:
+            assert cut_on(same(Means(kind), {"x": x}, ranks, pins={"dp": ranks}), "dp")
+    if kind in ("mean", "square mean"):
+        same(Means(kind), {"x": unequal(1, 4)}, ranks, pins={"dp": ranks})  # one row: finite and equal
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_op16_a_sequence_of_seven(ranks: int) -> None:
+    """Norms run on pieces of the sequence, 7 rows together."""
+    torch.manual_seed(0)
+    model, batch = TinyLM(seq=7), text(5, 7)
+    graph = captured(model, batch)
+    plan, report = compared(model, batch, ranks, pins={"dp": 1, "cp": ranks, "tp": 1}, graph=graph)
+    assert report.ok, str(report)
+    assert cut_on(plan, "cp", 1)
+    keys = {
+        g.name: [n.key for n in g.nodes if n.op == "aten.rsqrt.default" or "layer_norm" in n.op] for g in graph.graphs
+    }
+    norms = [plan.strategies[g][k] for g, found in keys.items() for k in found if k in plan.strategies.get(g, {})]
+    assert norms and all("cp:S(1)" in s.inputs[0] for s in norms)
+    lengths = run_threads(mesh_of(plan), lambda rt: rt.piece(7, "cp").length)
+    assert sum(lengths) == 7
+
+
+@pytest.mark.parametrize("heads", [5])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_op16_heads_and_widths_that_do_not_divide(ranks: int, heads: int) -> None:
+    """Tensor parallelism of 5 heads of 3, a hidden layer of 30 and 25 words."""
+    torch.manual_seed(0)
+    model, batch = TinyLM(vocab=25, width=15, heads=heads, seq=7), text(7, 7, 25)
+    graph = captured(model, batch)
+    for pins in ({"tp": ranks}, {"dp": ranks, "zero": 3}, {"dp": ranks, "zero": 0}):
+        _, report = compared(model, batch, ranks, pins=pins, graph=graph)
+        assert report.ok, f"{pins}: {report}"
+
+
+def _pieces(whole: Tensor, layout: Layout, rt: Communicator) -> Tensor:
+    for axis, place in zip(layout.axes, layout.placements, strict=True):
+        if place.dim >= 0:
+            own = rt.piece(whole.shape[place.dim], axis)
+            whole = whole.narrow(place.dim, own.start, own.length)
+        elif place == P:
+            whole = whole if rt.index(axis) == rt.size(axis) - 1 else torch.zeros_like(whole)
+    return whole
+
+
+def _round_trips(rt: Communicator) -> int:
+    """Whole to cut and back, and from each layout to each other, of every size, dim and dtype: bit for bit."""
+    count, names = 0, rt.mesh.names
+    layouts = [Layout(names, p) for p in itertools.product((R, S(0), S(1), P), repeat=len(names))]
+    layouts = [x for x in layouts if len({p.dim for p in x.placements}) == len(names) or x.placements.count(R)]
+    for size in range(1, 10):
+        for name in ("bool", "int64", "bfloat16"):
+            for shape in ((size, 3), (2, size)):
+                whole = (torch.arange(shape[0] * shape[1]).view(shape) * 5 % 7 - 3).to(getattr(torch, name))
+                for before, after in itertools.product(layouts, layouts):
+                    if (name == "bool" and (before.partial or after.partial)) or plan_reshard(before, after) is None:
+                        continue
+                    if after.partial:
+                        continue
+                    got = rt.convert(_pieces(whole, before, rt), before, after, shape)
+                    wanted = _pieces(whole, after, rt)
+                    assert got.shape == wanted.shape and torch.equal(got, wanted), (size, name, str(before), str(after))
+                    count += 1
+    return count
+
+
+@pytest.mark.parametrize("axes", [*({"dp": n} for n in range(2, 8)), {"dp": 2, "tp": 3}, {"dp": 3, "tp": 2}], ids=str)
+def test_op37_round_trips(axes: dict[str, int]) -> None:
+    assert min(run_threads(mesh(**axes), _round_trips, timeout_s=120)) > 200
+
+
+class Losses(nn.Module):
+    """X-02: means of a loss over the batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.net = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x: (B, 6), y: (B,) classes -> loss ()."""
+        h = self.net(x)
+        if self.kind == "mse":
+            return F.mse_loss(h, F.one_hot(y.clamp(min=0), 4).to(h.dtype))
+        if self.kind == "bce":
+            return F.binary_cross_entropy_with_logits(h, F.one_hot(y.clamp(min=0), 4).to(h.dtype))
+        return F.cross_entropy(h, y)
+
+
+@pytest.mark.parametrize("kind", ["mse", "bce", "ce"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_x02_means_of_losses_over_an_uneven_batch(kind: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    for rows in UNEVEN[ranks]:
+        y = torch.randint(0, 4, (rows,), generator=torch.Generator().manual_seed(rows))
+        y[0] = -100 if kind == "ce" else y[0]
+        for pins in ({"dp": ranks, "zero": 0}, {"dp": ranks, "zero": 3}):
+            plan = same(Losses(kind), {"x": unequal(rows, 6), "y": y}, ranks, pins=pins)
+            assert cut_on(plan, "dp")
+
+
+class Small(nn.Module):
+    """CLU-08: parameters with fewer rows than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 2), nn.LayerNorm(2), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, 4) -> loss ()."""
+        return self.down(self.norm(self.up(x))).pow(2).mean()
+
+
+@pytest.mark.parametrize("ranks", [4, 7])
+def test_clu08_empty_shards(ranks: int) -> None:
+    """A bias of 3 on 4 and 7 ranks is cut, some ranks hold nothing of it, and the optimizer steps there too."""
+    torch.manual_seed(0)
+    model, batch = Small(), {"x": unequal(9, 4)}
+    graph = captured(model, batch)
+    plan, report = compared(model, batch, ranks, pins=strategies(ranks)["zero3"], graph=graph)
+    assert report.ok, str(report)
+    assert plan.parameters["down.bias"].layout == "dp:S(0)"
+    plan = planned(graph, ranks, strategies(ranks)["zero3"])
+
+    def rank(module: Any) -> tuple[int, bool]:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        module(**{"x": unequal(9, 4)}).backward()
+        optimizer.step()
+        state = {k: v.clone() for k, v in module.full_state_dict().items()}
+        module.load_full_state_dict({k: torch.zeros_like(v) for k, v in state.items()})
+        module.load_full_state_dict(state)
+        held = unwrap(module.down.bias.detach()).numel()
+        return held, all(torch.equal(v, state[k]) for k, v in module.full_state_dict().items())
+
+    found = on_ranks(graph, plan, model, rank)
+    assert [held for held, _ in found] == [1, 1, 1, *[0] * (ranks - 3)]
+    assert all(equal for _, equal in found)
