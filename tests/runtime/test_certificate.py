@@ -249,7 +249,7 @@ def test_a_shape_from_data_or_rank() -> None:
         ("helper(rt, x)", "cannot be read"),
         ("rt.all_reduced(x, 'dp')", "rt has no all_reduced"),
         ('rt.all_reduce(x, "pp")', "does not take this"),
-        ('rt.reduce_scatter(x, "dp", 1)', "does not divide by 4"),
+        ('rt.reduce_scatter(x, "dp", 2)', "does not take this"),
     ],
 )
 def test_what_cannot_be_certified(body: str, words: str) -> None:
@@ -348,6 +348,25 @@ def test_pieces_of_unequal_length() -> None:
     assert certificate.certified(text, on, given, {}).calls == (1,)
     with pytest.raises(CertificateError, match="do not issue the same"):
         certificate.certified(text.replace("x.sum(0)", "x"), on, given, {})
+
+
+def test_pieces_that_know_their_length() -> None:
+    """7 rows on 3 ranks are 3 3 1: they travel padded, and are cut again; a branch on a length is a branch on the rank."""
+    on = mesh(dp=3)
+
+    def given(rank: int) -> certificate.Arguments:
+        return certificate.Arguments(inputs=(("float32", ((3, 3, 1)[rank], 6)),))
+
+    body = 'y = rt.all_gather(x, "dp", 0, length=7)\ny = rt.reduce_scatter(y, "dp", 0)\n'
+    text = forward_of(body + 'z = y.new_zeros((rt.piece(7, "dp").length, 6))\nrt.all_gather(y + z, "dp", 0, length=7)')
+    assert len(set(certificate.certified(text, on, given, {}).calls)) == 1
+    shapes = [c.shape for c in traces_of(text, on, given)[2]]
+    assert shapes == [(3, 6), (3, 3, 6), (3, 6)]
+    with pytest.raises(CertificateError, match="do not issue the same"):
+        certificate.certified(text.replace('x, "dp", 0, length=7', 'x, "dp", 0'), on, given, {})
+    branch = forward_of('if rt.piece(7, "dp").length > 2:\n    x = rt.all_reduce(x.sum(0), "dp")')
+    with pytest.raises(CertificateError, match=r"under line \d+: if rt.piece"):
+        certificate.certified(branch, on, given, {})
 
 
 def test_blocks_are_read_once() -> None:
