@@ -27,11 +27,6 @@ WAITING = {
     "NUM-13": "pipeline",
     "NUM-19": "recompute",
     "NUM-28": "pipeline",
-    "OP-02": "uneven cuts",
-    "OP-03": "uneven cuts",
-    "OP-16": "uneven cuts",
-    "OP-37": "uneven cuts",
-    "X-02": "uneven cuts",
     "X-04": "checkpoint",
 }
 """Row -> the room that it waits for."""
@@ -54,7 +49,6 @@ ROOMS = {
     "pipeline": "issue 6, run every plan",
     "recompute": "issue 6, run every plan",
     "offload": "issue 7, heterogeneous memory",
-    "uneven cuts": "issue 3",
     "checkpoint": "the issue of training and checkpoints",
 }
 """What is still to be built, and where."""

@@ -351,7 +351,7 @@ def test_pieces_of_unequal_length() -> None:
 
 
 def test_pieces_that_know_their_length() -> None:
-    """7 rows on 3 ranks are 3 3 1: they travel padded, and are cut again; a branch on a length is a branch on the rank."""
+    """7 rows on 3 ranks are 3 3 1: they travel padded and are cut again. A branch on a length is one on the rank."""
     on = mesh(dp=3)
 
     def given(rank: int) -> certificate.Arguments:
