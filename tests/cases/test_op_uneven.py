@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from autopar.ir.layout import Layout, P, R, S
 from autopar.ir.plan import mesh_of
 from autopar.runtime.comm import Communicator
+from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import unwrap
 from autopar.runtime.threads import run_threads
 from tests.cases.lm import TinyLM, text
 from tests.cases.run import captured, compared, on_ranks, planned, same, strategies, unequal
+from tests.cases.test_calls import made, state
+from tests.cases.test_calls import on_ranks as with_calls
 from tests.codegen.hand import mesh
 
 UNEVEN = {2: (7,), 3: (7, 4), 4: (7, 6)}
@@ -218,3 +221,21 @@ def test_clu08_empty_shards(ranks: int) -> None:
     found = on_ranks(graph, plan, model, rank)
     assert [held for held, _ in found] == [1, 1, 1, *[0] * (ranks - 3)]
     assert all(equal for _, equal in found)
+
+
+def test_cap14_the_last_batch_of_an_epoch_is_cut_too() -> None:
+    """Batches of 8, 7 and 4 on 3 ranks: each program cuts its own, 4 as 2 2 0."""
+
+    def body(compile_: Any) -> dict[str, Tensor]:
+        module = compile_(made(TinyLM), **text(8))
+        losses = {}
+        for step, rows in enumerate((8, 7, 4)):
+            loss = module(**text(rows, seed=step + 20))
+            loss.backward()
+            losses[f"loss {step}"] = loss.detach()
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+        if isinstance(module, ParallelModule):
+            assert len(module.plans) == 3 and all(cut_on(p.plan, "dp") for p in module.plans)
+        return losses | state(module)
+
+    with_calls(3, {"dp": 3}, body)
