@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Node
 from autopar.ir.layout import P, R, S
@@ -16,6 +16,7 @@ from autopar.ops.entry import (
     Metas,
     OpEntry,
     OutMetas,
+    Pieces,
     Rules,
     each_out,
     mask_outputs,
@@ -135,7 +136,7 @@ _RESIZES = {
     for overload in ("default", "vec")
 }  # fmt: skip
 
-CONVOLUTIONS: Mapping[str, OpEntry] = {
+_ENTRIES: Mapping[str, OpEntry] = {
     "aten.convolution.default": OpEntry(rules=_convolution, local=_local_convolution, flops=_convolution_flops),
     "aten.convolution_backward.default": OpEntry(
         rules=_convolution_backward, local=_local_convolution_backward, flops=_convolution_backward_flops
@@ -153,3 +154,6 @@ CONVOLUTIONS: Mapping[str, OpEntry] = {
         if name.endswith(".default")
     },
 }
+
+CONVOLUTIONS: Mapping[str, OpEntry] = {name: replace(entry, pieces=Pieces.FILLED) for name, entry in _ENTRIES.items()}
+"""torch refuses empty channels, and several of these an empty batch."""

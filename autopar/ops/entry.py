@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from autopar.ir.cuts import Own, is_even
@@ -19,6 +20,14 @@ from autopar.ir.strategy import Rule, Strategy
 
 Metas = tuple[TensorMeta, ...]
 OutMetas = tuple[TensorMeta | None, ...]
+
+
+class Pieces(Enum):
+    """Which pieces of a dim that doesn't divide an op's rules hold for: any, those of which none is empty, none."""
+
+    ANY = 0
+    FILLED = 1
+    EQUAL = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +138,7 @@ class OpEntry:
         view: moves no bytes.
         random: draws random numbers.
         inner: collectives inside the local form, or None for none.
-        equal: holds for equal pieces only, or for none that are empty; a dim that doesn't divide isn't cut then.
+        pieces: what a dim that doesn't divide may be cut into.
     """
 
     rules: Rules | None = None
@@ -138,7 +147,7 @@ class OpEntry:
     view: bool = False
     random: bool = False
     inner: InnerCost | None = None
-    equal: bool = False
+    pieces: Pieces = Pieces.ANY
 
 
 def arg(node: Node, position: int, name: str, default: Any = None) -> Any:

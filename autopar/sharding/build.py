@@ -11,7 +11,8 @@ from autopar.ir.layout import Kind, Layout, P, Placement, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
 from autopar.ir.strategy import Rule, Strategy, StrategyTable
-from autopar.sharding.dtensor_rules import RuleCache, asks_equal_pieces, one_axis_rules
+from autopar.ops.entry import Pieces
+from autopar.sharding.dtensor_rules import RuleCache, one_axis_rules, pieces_of
 from autopar.sharding.expand import Expander
 from autopar.sharding.pins import layout_pins
 from autopar.sharding.report import Dropped, note_lost, note_replicated
@@ -26,7 +27,7 @@ class Survey:
     """What doesn't depend on the mesh: rules, weights, and where batch and sequence are. Kept in the `RuleCache`.
 
     `followed` has the size of the batch (dp) and of the sequence (cp), 0 if there is none.
-    `equal`: ops that can be cut in equal pieces only.
+    `pieces`: per op, which pieces of a dim that doesn't divide it takes.
     """
 
     rules: Mapping[tuple[str, str], tuple[Rule, ...]]
@@ -34,7 +35,7 @@ class Survey:
     traces: Mapping[str, Mapping[str, Trace]]
     plain: Mapping[str, frozenset[str]]
     followed: Mapping[str, int]
-    equal: frozenset[str]
+    pieces: Mapping[str, Pieces]
 
     def rules_of(self, graph: Graph) -> RulesOf:
         """The rules of a graph's nodes."""
@@ -98,7 +99,7 @@ def survey_model(captured: CapturedGraph, cache: RuleCache) -> Survey:
     used = {n.op for g in captured.graphs for n in g.nodes if n.block is None}
     found = Survey(
         rules, weights, traces, {g.name: plain_values(g) for g in captured.graphs},
-        followed, frozenset(filter(asks_equal_pieces, used)),
+        followed, {op: pieces_of(op) for op in used},
     )  # fmt: skip
     cache.states[key] = found
     return found
@@ -130,8 +131,8 @@ def _node_strategies(
             outputs = tuple(None if o is None else o.meta for o in node.outputs)
             rules = rules_of(node)
             chosen = tuple(rules if allowed is None else allowed[node.name] for allowed in per_axis)
-            equal = node.op in survey.equal
-            found[node.name] = _strategies(node, rules, chosen, inputs, outputs, expander, dropped, equal)
+            pieces = survey.pieces[node.op]
+            found[node.name] = _strategies(node, rules, chosen, inputs, outputs, expander, dropped, pieces)
     return found
 
 
@@ -149,7 +150,7 @@ def _strategies(
     outputs: tuple[TensorMeta | None, ...],
     expander: Expander,
     dropped: Dropped,
-    equal: bool,
+    pieces: Pieces,
 ) -> tuple[Strategy, ...]:
     """The product of the role's rules that fit; where an axis has none, all that fit; at the least, whole."""
     per_axis = []
@@ -157,10 +158,10 @@ def _strategies(
         if axis.size == 1:
             per_axis.append(rules[:1])
             continue
-        fit = expander.fitting(i, chosen[i], inputs, outputs, equal)
+        fit = expander.fitting(i, chosen[i], inputs, outputs, pieces)
         if len(fit) < len(chosen[i]):
             dropped.add(i, node, chosen[i], fit, inputs, outputs)
-        per_axis.append(fit or expander.fitting(i, rules, inputs, outputs, equal))
+        per_axis.append(fit or expander.fitting(i, rules, inputs, outputs, pieces))
     found = expander.expand(tuple(per_axis), inputs, outputs)
     if found:
         return found

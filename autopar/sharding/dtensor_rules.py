@@ -24,6 +24,7 @@ from autopar.ir.graph import Node, Ref, TensorMeta, TorchConst
 from autopar.ir.layout import P, Placement, R, S
 from autopar.ir.strategy import Rule
 from autopar.ops import TABLE, all_replicated
+from autopar.ops.entry import Pieces
 from autopar.sharding.denied import denied
 
 
@@ -88,10 +89,17 @@ def _rules(node: Node, metas: tuple[TensorMeta, ...], cache: RuleCache) -> tuple
     return tuple(dict.fromkeys((whole, *(r for r in found if _sound(r, node, metas)))))
 
 
-def asks_equal_pieces(name: str) -> bool:
-    """True if an op's rules hold for equal pieces only: its entry says so, or a user gave the rule."""
+def pieces_of(name: str) -> Pieces:
+    """Which pieces an op's rules hold for: as its entry says; equal ones only where a user gave the rule.
+
+    Of ops that only DTensor knows, those that aren't pointwise get no empty piece: many of torch's kernels refuse one.
+    """
     entry, op = TABLE.get(name), torch_op(name)
-    return (entry is not None and entry.equal) or (op is not None and _user_rule(op))
+    if op is not None and _user_rule(op):
+        return Pieces.EQUAL
+    if entry is not None and entry.rules is not None:
+        return entry.pieces
+    return Pieces.ANY if op is not None and torch.Tag.pointwise in op.tags else Pieces.FILLED
 
 
 def _sound(rule: Rule, node: Node, metas: tuple[TensorMeta, ...]) -> bool:

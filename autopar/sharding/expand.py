@@ -1,7 +1,7 @@
 """Products of one-axis rules over the axes of a mesh, without what can't be cut.
 
-A dim that an axis divides is cut in equal pieces. One that it doesn't is cut in unequal ones where the op doesn't ask
-for equal pieces, where all dims that the rule cuts are cut in the same proportions, where there is a row for each rank,
+A dim that an axis divides is cut in equal pieces. One that it doesn't is cut in unequal ones where the op takes
+such pieces, where all dims that the rule cuts are cut in the same proportions, where there is a row for each rank,
 and where no other axis cuts the dim (docs/decisions/0003-uneven-cuts.md).
 """
 
@@ -16,6 +16,7 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Kind, Layout, Placement, R, divides, unit_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.strategy import Rule, Strategy
+from autopar.ops.entry import Pieces
 
 Metas = tuple[TensorMeta, ...]
 OutMetas = tuple[TensorMeta | None, ...]
@@ -37,11 +38,11 @@ class Expander:
         return found
 
     def fitting(
-        self, axis: int, rules: Sequence[Rule], inputs: Metas, outputs: OutMetas, equal: bool
+        self, axis: int, rules: Sequence[Rule], inputs: Metas, outputs: OutMetas, pieces: Pieces
     ) -> tuple[Rule, ...]:
-        """Rules by which one axis can cut. `equal`: the op asks for equal pieces."""
+        """Rules by which one axis can cut. `pieces`: those that the op takes."""
         size = self.mesh.axes[axis].size
-        return tuple(r for r in rules if cuts_well(r, inputs, outputs, size, equal))
+        return tuple(r for r in rules if cuts_well(r, inputs, outputs, size, pieces))
 
     def holds(self, layout: Layout, meta: TensorMeta, edge: bool) -> bool:
         """True if a tensor that no op of ours makes may be laid out so. `edge`: in torch's own cut, without units."""
@@ -98,7 +99,7 @@ def worth_cutting(meta: TensorMeta, dim: int, size: int) -> bool:
     return meta.shape[dim] >= size
 
 
-def cuts_well(rule: Rule, inputs: Metas, outputs: OutMetas, size: int, equal: bool) -> bool:
+def cuts_well(rule: Rule, inputs: Metas, outputs: OutMetas, size: int, pieces: Pieces) -> bool:
     """True if an axis of this size can cut by a rule: equally, or all dims in the same proportions."""
     proportion: tuple[int, int] | None = None
     for placement, meta in (*zip(rule.inputs, inputs, strict=True), *zip(rule.outputs, outputs, strict=True)):
@@ -106,8 +107,12 @@ def cuts_well(rule: Rule, inputs: Metas, outputs: OutMetas, size: int, equal: bo
             continue
         n = meta.shape[placement.dim]
         largest = chunk(n, size, unit_of(meta.units, placement.dim))
-        if largest * size != n and (equal or not worth_cutting(meta, placement.dim, size)):
-            return False
+        if largest * size != n:
+            empty = largest * (size - 1) >= n
+            if pieces is Pieces.EQUAL or (empty and pieces is Pieces.FILLED):
+                return False
+            if not worth_cutting(meta, placement.dim, size):
+                return False
         if proportion is not None and largest * proportion[1] != proportion[0] * n:
             return False
         proportion = largest, n

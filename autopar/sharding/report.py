@@ -97,7 +97,7 @@ class Dropped:
                 + (
                     f"ranks would be left with nothing in {self.count[i, extent]} ops"
                     if extent < axis.size
-                    else f"{self.count[i, extent]} ops don't take pieces of unequal size"
+                    else f"{self.count[i, extent]} ops don't take unequal pieces, or an empty one"
                 )
                 + f", first {node.op} (dim {dim})",
             )

@@ -34,9 +34,15 @@ def test_every_layout(name: str) -> None:
     checked(name, line(3))
 
 
+@pytest.mark.parametrize("name", QUICK[1::6])
+def test_every_layout_of_unequal_pieces(name: str) -> None:
+    """On 5 ranks 12 rows are 3 3 3 3 0, and 6 rows 2 2 2 0 0."""
+    checked(name, line(5))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh", [line(2), line(3), line(4), grid(), grid("dp", "tp"), grid("free", "tp", (2, 3))], ids=str
+    "mesh", [line(2), line(3), line(4), line(5), grid(), grid("dp", "tp"), grid("free", "tp", (2, 3))], ids=str
 )
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_layout_on_more_meshes(name: str, mesh: Mesh) -> None:

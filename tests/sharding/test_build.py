@@ -156,7 +156,7 @@ def test_indivisible_sizes_are_noted_once_per_size() -> None:
     notes = [n for n in table("llama", dp=5, tp=7).notes if n.kind == "indivisible"]
     assert notes
     assert len({n.message.split(":")[0] for n in notes}) == len(notes)
-    assert any("a dim of size 48 can't be cut 7 ways on tp: 4 ops don't take pieces" in n.message for n in notes)
+    assert any("a dim of size 48 can't be cut 7 ways on tp: 4 ops don't take unequal" in n.message for n in notes)
     few = [n.message for n in table("llama", dp=13).notes if n.kind == "indivisible"]
     assert any("a dim of size 12 can't be cut 13 ways on dp: ranks would be left with nothing" in m for m in few)
 

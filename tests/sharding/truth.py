@@ -31,7 +31,8 @@ from autopar.ops.units import with_units
 from autopar.runtime import local_ops
 from autopar.runtime.comm import Alone
 from autopar.runtime.threads import ThreadWorld, run_threads
-from autopar.sharding.dtensor_rules import asks_equal_pieces, torch_op
+from autopar.sharding.dtensor_rules import pieces_of as taken_by
+from autopar.sharding.dtensor_rules import torch_op
 from autopar.sharding.expand import Expander
 
 ONE = Mesh(axes=(Axis(name="x", size=1),))
@@ -268,9 +269,9 @@ def strategy_of(rules: tuple[Rule, ...], mesh: Mesh) -> Strategy:
 
 def fits(node: Node, metas: tuple[TensorMeta, ...], rules: tuple[Rule, ...], mesh: Mesh) -> bool:
     """The product of these rules, one per axis, is a choice on the mesh."""
-    outs, equal = tuple(None if o is None else o.meta for o in node.outputs), asks_equal_pieces(node.op)
+    outs, taken = tuple(None if o is None else o.meta for o in node.outputs), taken_by(node.op)
     expander = Expander(mesh)
-    kept = tuple(expander.fitting(i, (rule,), metas, outs, equal) for i, rule in enumerate(rules))
+    kept = tuple(expander.fitting(i, (rule,), metas, outs, taken) for i, rule in enumerate(rules))
     return all(kept) and bool(expander.expand(kept, metas, outs))
 
 
