@@ -21,7 +21,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import unwrap
 from autopar.runtime.threads import run_threads
 from tests.cases.lm import TinyLM, text
-from tests.cases.run import captured, compared, on_ranks, planned, same, strategies, unequal
+from tests.cases.run import agree, captured, compared, gradients, on_ranks, planned, same, strategies, unequal
 from tests.cases.test_calls import made, state
 from tests.cases.test_calls import on_ranks as with_calls
 from tests.codegen.hand import mesh
@@ -239,3 +239,34 @@ def test_cap14_the_last_batch_of_an_epoch_is_cut_too() -> None:
         return losses | state(module)
 
     with_calls(3, {"dp": 3}, body)
+
+
+class Dropped(nn.Module):
+    """Draws in a tensor whose rows stay together seven by seven: the mask is that of the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (B, 7, 4) -> loss ()."""
+        h = F.dropout(self.linear(x).flatten(0, 1).sin(), 0.4)
+        return (h + torch.rand_like(h)).pow(2).mean()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_draws_in_unequal_pieces_are_one_devices(ranks: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Dropped().double(), {"x": unequal(7, 7, 4)}
+    graph = captured(model, batch)
+
+    def loss_and_gradients(module: Any) -> dict[str, Tensor]:
+        loss = module(**batch)
+        loss.backward()
+        return {"loss": loss.detach(), **gradients(module)}
+
+    (wanted,) = on_ranks(graph, planned(graph, 1, {}), model, loss_and_gradients)
+    plan = planned(graph, ranks, {"dp": ranks})
+    assert cut_on(plan, "dp")
+    for found in on_ranks(graph, plan, model, loss_and_gradients):
+        agree(found, wanted)
