@@ -78,20 +78,20 @@ class Communicator(ABC):
     def size(self, axis: Axis) -> int:
         """Number of ranks along an axis."""
         n = 1
-        for name in _names(axis):
+        for name in names_of(axis):
             n *= self.mesh.axis(name).size
         return n
 
     def index(self, axis: Axis) -> int:
         """This rank's position along an axis."""
         at = 0
-        for name in _names(axis):
+        for name in names_of(axis):
             at = at * self.mesh.axis(name).size + self.mesh.index(self.rank, name)
         return at
 
     def piece(self, length: int, axis: Axis, unit: int = 1) -> Piece:
         """This rank's rows of a dim of `length` rows cut over an axis."""
-        return piece(length, ((self.size(name), self.index(name)) for name in _names(axis)), unit)
+        return piece(length, ((self.size(name), self.index(name)) for name in names_of(axis)), unit)
 
     def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
         """Sum over the axis."""
@@ -103,14 +103,14 @@ class Communicator(ABC):
 
     def _reduced(self, x: Tensor, axis: Axis, largest: bool) -> Tensor:
         x = x.contiguous()
-        for name in reversed(_names(axis)):
+        for name in reversed(names_of(axis)):
             if self.size(name) > 1 and x.numel():
                 x = self._reduce(x, name, largest)
         return x
 
     def all_gather(self, x: Tensor, axis: Axis, dim: int, length: int | None = None, unit: int = 1) -> Tensor:
         """The pieces along the axis joined in dim `dim`, to `length` rows; None: the pieces are equal."""
-        names = _names(axis)
+        names = names_of(axis)
         x = x.contiguous()
         for i in reversed(range(len(names))):
             n = self.size(names[i])
@@ -123,7 +123,7 @@ class Communicator(ABC):
 
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int, unit: int = 1) -> Tensor:
         """This rank's piece in dim `dim` of the sum over the axis."""
-        for name in _names(axis):
+        for name in names_of(axis):
             n, whole = self.size(name), x.shape[dim]
             if n > 1:
                 parts = _split(x, dim, n, chunk(whole, n, unit))
@@ -139,7 +139,7 @@ class Communicator(ABC):
 
         `length` and `unit` are of the dim whole afterwards (None: its pieces are equal), `cut_unit` is of the other.
         """
-        names = _names(axis)
+        names = names_of(axis)
         if len(names) > 1:
             return self.slice(self.all_gather(x, names, dim_whole_after, length, unit), names, dim_cut_after, cut_unit)
         n, cut = self.size(axis), x.shape[dim_cut_after]
@@ -230,7 +230,8 @@ class Alone(Communicator):
         raise AssertionError("one device exchanges nothing")
 
 
-def _names(axis: Axis) -> tuple[str, ...]:
+def names_of(axis: Axis) -> tuple[str, ...]:
+    """The names of one or several axes, slowest first."""
     return (axis,) if isinstance(axis, str) else axis
 
 

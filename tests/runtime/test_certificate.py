@@ -369,6 +369,34 @@ def test_pieces_that_know_their_length() -> None:
         certificate.certified(branch, on, given, {})
 
 
+@pytest.mark.parametrize(
+    "piece",
+    [
+        'rt.slice(x, "tp", 1)',
+        'rt.reduce_scatter(x, "tp", 1)',
+        'local_ops.uniform(rt, None, 0.0, 1.0, "draw", [8, 7], [(), ("tp",)], dtype=torch.float32)',
+    ],
+    ids=["slice", "sum", "draw"],
+)
+@pytest.mark.parametrize("talk", ['rt.all_gather(y, "dp", 0)', 'local_ops.softmax(rt, y, 0, ("dp",), torch.float32)'])
+@pytest.mark.parametrize("own", ["tp", "dp"])
+def test_a_length_of_the_ranks_own_hangs_on_its_axis_only(piece: str, talk: str, own: str) -> None:
+    """7 columns on tp=2 are 4 3: members of a group along dp have equal lengths, those of one along tp don't.
+
+    Seen to fail: rank 1, whose piece is as long as the last rank's, stood for rank 2; draws and local forms unmarked.
+    """
+    head = "import torch\nfrom autopar.runtime import local_ops\n\n"
+    made, said = piece.replace('"tp"', f'"{own}"'), talk.replace("rt.all_gather(y", "rt.all_gather(y * 2")
+    text = head + forward_of(f"y = {made}\n{said}").replace("[8, 6]", "[8, 7]")
+    on = mesh(dp=2, tp=2)
+    if own == "dp":
+        refused(text, on, 7, 7, match="do not issue the same")
+        return
+    certify(text, on)
+    lengths = [trace[-1].shape[-1] for trace in traces_of(text, on)]
+    assert lengths == [4, 3, 4, 3]
+
+
 def test_blocks_are_read_once() -> None:
     """80 instances of a block say 80 times what one says, from one reading."""
     graph = chain(80)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import CertificateError
-from autopar.runtime.certificate.recorder import Notes, Recorder
+from autopar.runtime.certificate.recorder import Recorder
 from autopar.runtime.certificate.values import RANK, UNKNOWN, Value, marked, marks_of, plain, unknown_in
 
 SAFE = {
@@ -77,18 +77,27 @@ class Expressions:
         return Value(UNKNOWN, marks, self.line)
 
     def apply(self, function: Callable[..., Any], *of: Value, **named: Value) -> Value:
-        """`function` of plain values; UNKNOWN where one is, or where it fails."""
+        """`function` of plain values; UNKNOWN where one is, or where it fails.
+
+        It may ask `rt` for a piece of a length of its own (a slice, a draw), or talk (a local form): both are marked.
+        """
         every = (*of, *named.values())
         if any(unknown_in(v) is not None for v in every):
             return self.unknown(*every)
         marks = 0
         for value in every:
             marks |= marks_of(value)
+        notes = self.rt.notes
+        before, notes.own, notes.told = len(notes.calls), False, False
         try:
             result = function(*map(plain, of), **{k: plain(v) for k, v in named.items()})
         except Exception as error:
             self.failure = " ".join(str(error).split())[:200]
             return self.unknown(*every)
+        finally:
+            if len(notes.calls) > before:
+                self.decided |= marks | (RANK if notes.told else 0)
+        marks |= RANK if notes.own else 0
         if isinstance(result, Tensor) and result.device.type != "meta":
             return self.unknown(*every)
         if isinstance(result, (Iterator, range)):
@@ -297,22 +306,9 @@ class Expressions:
                 f"{hidden[0].line}"
             )
         found = self.apply(method, *args, **kwargs)
-        if len(self.rt.notes.calls) > before:
-            for value in (*args, *kwargs.values()):
-                self.decided |= marks_of(value)
-        elif name in TALK and found.data is UNKNOWN:
+        if len(self.rt.notes.calls) == before and name in TALK and found.data is UNKNOWN:
             raise self.refuse(f"rt.{name} does not take this ({self.failure})")
-        if name in OWN or self._cut_unequally(name, found, args, kwargs):
-            return Value(found.data, found.marks | RANK, found.line)
-        return found
-
-    def _cut_unequally(self, name: str, found: Value, args: list[Value], kwargs: dict[str, Value]) -> bool:
-        """True if the last rank's piece has another shape than this rank's."""
-        if name not in CUT or not isinstance(found.data, Tensor):
-            return False
-        last = Recorder(self.rt.mesh, self.rt.mesh.size - 1, Notes())
-        other = self.apply(getattr(last, name), *args, **kwargs)
-        return not isinstance(other.data, Tensor) or other.data.shape != found.data.shape
+        return Value(found.data, found.marks | RANK, found.line) if name in OWN else found
 
     def _call_list(self, holder: Value, name: str, args: list[Value]) -> Value:
         """A list of values changes in place."""
@@ -343,8 +339,6 @@ class Expressions:
 
 OWN = frozenset({"index", "piece"})
 """Methods of `rt` that say which rank it is."""
-CUT = frozenset({"slice", "reduce_scatter", "all_to_all"})
-"""Methods of `rt` that give a rank its own piece, of a length of its own where a dim does not divide."""
 TALK = frozenset({"all_reduce", "all_reduce_max", "all_gather", "reduce_scatter", "all_to_all", "convert", "barrier",
                   "send", "receive"})  # fmt: skip
 """Methods of `rt` that other ranks take part in."""

@@ -8,26 +8,33 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from autopar.ir.cuts import Piece, piece
 from autopar.ir.mesh import Mesh
 from autopar.runtime.certificate.calls import Call, Where
-from autopar.runtime.comm import Communicator
+from autopar.runtime.comm import Axis, Communicator, names_of
 
 NOWHERE = Where(line=0, function="", text="")
 
 
 @dataclass
 class Notes:
-    """Calls so far, and the line that runs now."""
+    """Calls so far, and the line that runs now.
+
+    `own`: since it was last cleared, a length was asked for that isn't every rank's. `told`: a call came after that.
+    """
 
     calls: list[Call] = field(default_factory=list)
     where: Where = NOWHERE
     branches: list[str] = field(default_factory=list)
+    own: bool = False
+    told: bool = False
 
     def add(self, kind: str, x: Tensor, axis: str = "", peer: int = -1) -> None:
         """Note one call with tensor `x`."""
         where = replace(self.where, branch=self.branches[-1]) if self.branches else self.where
         dtype = str(x.dtype).removeprefix("torch.")
         self.calls.append(Call(kind=kind, axis=axis, peer=peer, shape=tuple(x.shape), dtype=dtype, where=where))
+        self.told |= self.own
 
 
 class Recorder(Communicator):
@@ -39,6 +46,13 @@ class Recorder(Communicator):
     def __init__(self, mesh: Mesh, rank: int, notes: Notes) -> None:
         super().__init__(mesh, rank, torch.device("meta"))
         self.notes = notes
+
+    def piece(self, length: int, axis: Axis, unit: int = 1) -> Piece:
+        """As the real one's; notes whether all ranks' pieces are as long. They are if the first and the last are."""
+        sizes = [self.size(name) for name in names_of(axis)]
+        first, last = (piece(length, [(n, at(n)) for n in sizes], unit) for at in (lambda n: 0, lambda n: n - 1))
+        self.notes.own |= first.length != last.length
+        return super().piece(length, axis, unit)
 
     def _reduce(self, x: Tensor, axis: str, largest: bool) -> Tensor:
         self.notes.add("all_reduce_max" if largest else "all_reduce", x, axis)
