@@ -88,8 +88,8 @@ def on(ranks: int, pins: dict[str, Any], work: Any, model: nn.Module | None = No
 def given(module: ParallelModule, x: Tensor) -> Tensor:
     """What the dropout gave in one call, whole."""
     rt = module.communicator
-    layout = next(iter(module._autopar.programs.values())).outputs[1]
-    return rt.convert(module(x)[1].detach(), layout, replicated(rt.mesh))
+    program = next(iter(module._autopar.programs.values()))
+    return rt.convert(module(x)[1].detach(), program.outputs[1], replicated(rt.mesh), program.output_shapes[1])
 
 
 def same_draws(a: list[Tensor], b: list[Tensor]) -> bool:
