@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar import ops
 from autopar.cost_model.build import Prices
+from autopar.cost_model.collectives import step_bytes
 from autopar.cost_model.op_kind import op_kind
 from autopar.errors import PlanError
 from autopar.ir.graph import CapturedGraph, Node, Phase, TensorMeta
@@ -115,15 +116,14 @@ class _Replay:
         for part in step.steps:
             us = self.prices.reshard_us(meta, part.step.before, part.step.after)
             sliced = part.step.collective is Collective.SLICE
-            before, after = (self._piece(meta, x).nbytes for x in (part.step.before, part.step.after))
             yield Task(
                 name=f"{step.place.module_path} {step.before.value} {part.step}".strip(),
                 kind=kind_of(part.step.collective), us=us, stream=COMPUTE if sliced else f"comm:{part.step.axis}",
-                bytes=max(before, after),
+                bytes=int(step_bytes(meta, part.step, self.program.mesh)),
             )  # fmt: skip
 
     def _piece(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
-        return TensorMeta(local_shape(meta.shape, layout, self.program.mesh), meta.dtype)
+        return TensorMeta(local_shape(meta.shape, layout, self.program.mesh, meta.units), meta.dtype)
 
     def _node(self, graph: str, key: str) -> Node:
         if graph not in self.nodes:
