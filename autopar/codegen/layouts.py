@@ -8,7 +8,7 @@ from autopar.errors import CompilerError, PlanError
 from autopar.ir.graph import CapturedGraph, Graph, GraphInput, InputKind, Node
 from autopar.ir.layout import Layout, parse_layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Plan
+from autopar.ir.plan import AGAIN, Plan, later_key
 from autopar.ir.strategy import Strategy
 
 
@@ -72,6 +72,26 @@ class PlanLayouts:
         outputs = tuple(self.parse(t, node.key) if t else None for t in text.outputs)
         inputs = tuple(self.parse(t, node.key) for t in text.inputs)
         return Strategy(outputs=outputs, inputs=inputs, tags=tuple(text.tags))
+
+    def later(self, graph: Graph) -> dict[str, Layout | None] | None:
+        """Value name -> the layout that it waits for the backward in, None if it is made again; None: all is kept."""
+        planned = self.plan.later.get(graph.name)
+        if planned is None:
+            return None
+        found: dict[str, Layout | None] = {}
+        for own in graph.inputs:
+            self._later(planned, f"{own.kind.value}:{own.target}", own.value.name, found)
+        for node in graph.nodes:
+            for position, out in enumerate(node.outputs):
+                if out is not None:
+                    key = out.name if node.block is not None else later_key(node.key, position)
+                    self._later(planned, key, out.name, found)
+        return found
+
+    def _later(self, planned: dict[str, str], key: str, value: str, found: dict[str, Layout | None]) -> None:
+        text = planned.get(key)
+        if text is not None:
+            found[value] = None if text == AGAIN else self.parse(text, key)
 
     def storage(self, name: str) -> Layout:
         """How a parameter is stored, by its original name."""

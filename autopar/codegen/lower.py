@@ -2,8 +2,10 @@
 
 A value made in layout p and wanted in q is converted once, from p, at its first use; later uses share the version. The
 backward reads the versions that the forward made and saved; a version that only the backward wants is converted there
-from p. Parameters arrive in storage layout in both phases and are converted in each apart (gathered again in the
-backward). A parameter's gradient leaves in its storage layout.
+from p. Where the plan says of a value what waits for the backward (`Plan.later`), that version is made in the forward,
+and others are converted from it; or its op runs once more in the backward, where its value is first asked for.
+Parameters arrive in storage layout in both phases and are converted in each apart (gathered again in the backward). A
+parameter's gradient leaves in its storage layout.
 """
 
 from __future__ import annotations
@@ -92,7 +94,9 @@ class _Lowering:
         self.arrivals = context.layouts.arrivals(graph)
         self.names = Names.of(graph, context.layouts.mesh)
         self.forward = Scope(self.names)
-        self.backward = Scope(self.names, earlier=self.forward)
+        self.later = context.layouts.later(graph) or {}
+        self.makers = {o.name: n for n in graph.nodes if n.phase is Phase.FORWARD for o in n.outputs if o is not None}
+        self.backward = Scope(self.names, earlier=self.forward, later=self.later, again=self._again)
         self.calls: dict[tuple[str, tuple[Any, ...]], list[int]] = {}
         self.called: dict[str, int] = {}
         self.gradients: dict[str, list[Layout]] = {}
@@ -105,6 +109,8 @@ class _Lowering:
         """(forward, backward)."""
         arguments = {i.value.name: self.forward.make(i.value.name, self.arrivals[i.value.name])
                      for i in own_inputs(self.graph)}  # fmt: skip
+        for own in own_inputs(self.graph):
+            self._keep(own.value.name, OUTSIDE)
         self._run(Phase.FORWARD)
         outputs, updates = self._leave_forward()
         for own in self.graph.inputs:
@@ -124,6 +130,22 @@ class _Lowering:
                 scope.steps.append(step)
                 if phase is Phase.BACKWARD:
                     self._reduce_gradients(step, scope)
+                else:
+                    for out in node.outputs:
+                        if out is not None:
+                            self._keep(out.name, step.place)
+
+    def _keep(self, value: str, place: Place) -> None:
+        """In the forward: the version that waits for the backward, made where the value is."""
+        kept = self.later.get(value)
+        if kept is not None:
+            self.forward.fetch(value, kept, place)
+
+    def _again(self, value: str) -> None:
+        """In the backward: run the op that makes `value` once more, for those of its outputs that are not kept."""
+        node = self.makers[value]
+        step = self._compute(node, self.backward)
+        self.backward.steps.append(step)
 
     def _reduce_gradients(self, step: Compute | CallBlock, scope: Scope) -> None:
         """A parameter's gradient goes into storage layout as soon as it is made: the larger form needn't wait."""
@@ -137,7 +159,9 @@ class _Lowering:
         strategy = self.context.layouts.strategy(self.graph, node)
         inputs = tuple(scope.fetch(r, w, place) for r, w in zip(node.refs, strategy.inputs, strict=True))
         outputs = tuple(
-            self._output(node, scope, value.name, layout) if value is not None else None
+            self._output(node, scope, value.name, layout)
+            if value is not None and (scope is self.forward or self._is_made_here(node, value.name))
+            else None
             for value, layout in zip(node.outputs, strategy.outputs, strict=True)
         )
         names = iter(inputs)
@@ -159,6 +183,10 @@ class _Lowering:
             outputs=outputs,
             place=place,
         )
+
+    def _is_made_here(self, node: Node, value: str) -> bool:
+        """In the backward: True of what its own ops make, and of a forward op's output that is not kept."""
+        return node.phase is Phase.BACKWARD or (value in self.later and self.later[value] is None)
 
     def _output(self, node: Node, scope: Scope, value: str, layout: Layout | None) -> Local:
         if layout is None:

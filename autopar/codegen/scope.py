@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import CompilerError
@@ -81,10 +81,16 @@ _PLAIN = str.maketrans("", "", "()")
 
 @dataclass
 class Scope:
-    """The versions at hand in one function, and its steps. `earlier` is the forward's scope in a backward's."""
+    """The versions at hand in one function, and its steps. `earlier` is the forward's scope in a backward's.
+
+    `later`: what a backward finds of the forward, by value: the version that is kept, or None of what is made again; of
+    a value that isn't named, whatever is asked for is kept. `again` runs a value's op in this scope.
+    """
 
     names: Names
     earlier: Scope | None = None
+    later: Mapping[str, Layout | None] = field(default_factory=dict)
+    again: Callable[[str], None] | None = None
     steps: list[Step] = field(default_factory=list)
     made: dict[str, Local] = field(default_factory=dict)
     versions: dict[tuple[str, Layout], Local] = field(default_factory=dict)
@@ -102,7 +108,11 @@ class Scope:
         found = self.versions.get((value, layout))
         if found is not None:
             return found
-        if self.earlier is not None and (value not in self.made or self._from_earlier(value)):
+        if self.earlier is not None and value in self.later and value not in self.made:
+            self._find(value, self.later[value])
+            if (value, layout) in self.versions:
+                return self.versions[(value, layout)]
+        elif self.earlier is not None and (value not in self.made or self._from_earlier(value)):
             found = self._saved(value, layout)
             if found.layout == layout:
                 return found
@@ -114,10 +124,22 @@ class Scope:
         self.versions[(value, layout)] = after
         return after
 
+    def _find(self, value: str, kept: Layout | None) -> None:
+        """Have here what waits for the backward, or what is made again."""
+        assert self.earlier is not None
+        if kept is None:
+            if self.again is None:
+                raise CompilerError(f"{value} is to be made again, where nothing can be")
+            self.again(value)
+            return
+        found = self.made[value] = self.earlier.versions[(value, kept)]
+        self.saved[found.name] = found
+        self.versions[(value, kept)] = found
+
     def _from_earlier(self, value: str) -> bool:
         """True if the forward made the value, and it isn't at hand here anyway as parameters are."""
         assert self.earlier is not None
-        return self.made[value].name in self.saved
+        return value not in self.later and self.made[value].name in self.saved
 
     def _saved(self, value: str, layout: Layout) -> Local:
         """Ask the forward for `layout` if it has it, else for the made version."""

@@ -11,6 +11,7 @@ from autopar.cost_model.build import (
     saved_readers,
     state_bytes_per_parameter,
 )
+from autopar.cost_model.later import Mode
 from autopar.cost_model.places import Places
 from autopar.cost_model.wiring import SlotKind
 from autopar.ir.cluster import ClusterSpec
@@ -18,6 +19,7 @@ from autopar.ir.graph import CapturedGraph, InputKind, TensorMeta
 from autopar.ir.layout import Kind, Layout, local_shape
 from autopar.ir.options import Options
 from autopar.ir.plan import (
+    AGAIN,
     Plan,
     PlanCluster,
     PlanInput,
@@ -33,6 +35,7 @@ from autopar.ir.plan import (
     PlanStage,
     PlanStrategy,
     asked_options,
+    later_key,
 )
 from autopar.ir.problem import conversions, evaluate
 from autopar.ir.reshard import plan_reshard
@@ -53,7 +56,7 @@ def make_plan(
     model_flops: float,
 ) -> Plan:
     """The plan of one solved problem. `model_flops`: floating point operations of a step, nothing recomputed."""
-    picks = tuple(options_[i] for options_, i in zip(priced.options, solution.choice, strict=True))
+    picks = tuple(options_[i] for options_, i in zip(priced.options, solution.choice, strict=False))
     memory = _memory(captured, priced, solution, picks, prices, options)
     parameters = _parameters(captured, priced, picks, options)
     resharded = _conversions(captured, priced, solution, prices)
@@ -61,13 +64,20 @@ def make_plan(
         pipeline=1, axes={a.name: a.size for a in priced.mesh.axes}, levels={a.name: a.level for a in priced.mesh.axes}
     )
     strategies, inputs, outputs = _layouts(captured, priced, solution, picks)
-    saved = sum(bool(saved_readers(w, priced.wiring, prices)) for w in priced.wiring.wires)
+    later = _later(captured, priced, solution)
+    modes = Counter(c == AGAIN for kept in later.values() for c in kept.values())
+    saved = (
+        modes[False]
+        if priced.later
+        else sum(bool(saved_readers(w, priced.wiring, prices)) for w in priced.wiring.wires)
+    )
     stage = PlanStage(
         index=0,
         devices=max(1, priced.mesh.size),
         blocks=[(_common(b.instances), len(b.instances)) for b in captured.blocks],
         peak_memory_bytes=sum(memory.values()),
         saved_count=saved,
+        recomputed_count=modes[True],
     )
     return Plan(
         model=PlanModel(
@@ -94,6 +104,7 @@ def make_plan(
         inputs=inputs,
         outputs=outputs,
         conversions=resharded,
+        later=later,
         pins={k: str(v) for k, v in options.pins.items()},
         precision=options.precision,
         request=PlanRequest(inputs=_inputs(captured), options=asked_options(options)),
@@ -128,7 +139,8 @@ def _layouts(
     inputs: dict[str, dict[str, str]] = {g.name: {} for g in captured.graphs}
     outputs: dict[str, dict[str, str]] = {g.name: {} for g in captured.graphs}
     targets = {(g.name, i.value.name): f"{i.kind.value}:{i.target}" for g in captured.graphs for i in g.inputs}
-    for slot, pick, node, choice in zip(priced.wiring.slots, picks, priced.problem.nodes, solution.choice, strict=True):
+    nodes = priced.problem.nodes[: len(picks)]
+    for slot, pick, node, choice in zip(priced.wiring.slots, picks, nodes, solution.choice, strict=False):
         if isinstance(pick, Strategy):
             assert slot.node is not None
             strategies[slot.graph][slot.node.key] = PlanStrategy(
@@ -149,20 +161,44 @@ def _conversions(captured: CapturedGraph, priced: Priced, solution: Solution, pr
     places = Places.of(captured)
     counts = {s.graph: s.count for s in priced.wiring.slots if s.kind is SlotKind.OP}
     found = []
-    for wire, value, layouts in zip(priced.wiring.wires, priced.problem.values, priced.layouts, strict=True):
+    for index, value, layouts in zip(priced.wires, priced.problem.values, priced.layouts, strict=True):
+        if index is None:
+            continue
+        wire = priced.wiring.wires[index]
         for p, q in conversions(value, solution.choice):
-            steps = plan_reshard(layouts[p], layouts[q])
+            before, after = layouts[p], layouts[q]
+            if before is None or after is None:
+                continue
+            steps = plan_reshard(before, after)
             assert steps is not None
             each = value.reshard_us[p][q] / wire.count
             parts = prices.steps_us(wire.meta, layouts[p], layouts[q])
             for graph, name in wire.names:
                 found.append(
                     PlanReshard(
-                        graph=graph, value=name, before=str(layouts[p]), after=str(layouts[q]),
+                        graph=graph, value=name, before=str(before), after=str(after),
                         steps=[str(s) for s in steps], count=1 if graph == "top" else counts.get(graph, 1), us=each,
                         where=places.name(graph, name), steps_us=parts,
                     )
                 )  # fmt: skip
+    return found
+
+
+def _later(captured: CapturedGraph, priced: Priced, solution: Solution) -> dict[str, dict[str, str]]:
+    """`Plan.later` of what the backward asks for."""
+    found: dict[str, dict[str, str]] = {}
+    targets = {(g.name, i.value.name): f"{i.kind.value}:{i.target}" for g in captured.graphs for i in g.inputs}
+    for chosen in priced.later:
+        pick = chosen.choices[solution.choice[chosen.node]]
+        if chosen.wire is None or pick.layout is None:
+            continue
+        wire, slot = priced.wiring.wires[chosen.wire], priced.wiring.slots[chosen.slot]
+        for graph, name in wire.names:
+            if graph == slot.graph and slot.node is not None:
+                key = later_key(slot.node.key, wire.position)
+            else:
+                key = targets.get((graph, name), name)
+            found.setdefault(graph, {})[key] = AGAIN if pick.mode is Mode.AGAIN else str(pick.layout)
     return found
 
 
@@ -236,11 +272,18 @@ def _memory(
             total["parameters"] += numel * weight
             total["gradients"] += numel * gradient
             total["optimizer"] += numel * state
-    for wire, value, layouts in zip(priced.wiring.wires, priced.problem.values, priced.layouts, strict=True):
-        late = saved_readers(wire, priced.wiring, prices)
+    for chosen in priced.later:
+        at = solution.choice[chosen.node]
+        if chosen.wire is not None and chosen.choices[at].mode is Mode.KEEP:
+            total["activations"] += chosen.waiting_bytes[at]
+    kept = {c.wire for c in priced.later}
+    for index, wire in enumerate(priced.wiring.wires):
+        value, layouts = priced.problem.values[index], priced.layouts[index]
+        late = saved_readers(wire, priced.wiring, prices) if index not in kept else ()
         wanted = {value.consumers[i].wants[solution.choice[value.consumers[i].node]] for i in late}
-        for q in wanted:
-            piece = TensorMeta(local_shape(wire.meta.shape, layouts[q], priced.mesh, wire.meta.units), wire.meta.dtype)
+        for layout in (layouts[q] for q in wanted):
+            assert layout is not None
+            piece = TensorMeta(local_shape(wire.meta.shape, layout, priced.mesh, wire.meta.units), wire.meta.dtype)
             total["activations"] += piece.nbytes * wire.saved_count
     used = evaluate(priced.problem, solution.choice).used_bytes
     total["working set"] = max(0, max(used, default=0) - sum(total.values()))
@@ -259,7 +302,7 @@ def _prediction(
 ) -> PlanPrediction:
     spent: dict[str, float] = defaultdict(float)
     for slot, node, compute, choice in zip(
-        priced.wiring.slots, priced.problem.nodes, priced.compute_us, solution.choice, strict=True
+        priced.wiring.slots, priced.problem.nodes, priced.compute_us, solution.choice, strict=False
     ):
         if slot.kind is SlotKind.STORAGE:
             spent["optimizer"] += node.cost_us[choice]
@@ -267,6 +310,10 @@ def _prediction(
             spent["compute"] += compute[choice]
             spent["communication"] += node.cost_us[choice] - compute[choice]
     spent["communication"] += sum(r.us * r.count for r in resharded)
+    for chosen in priced.later:
+        again = priced.problem.nodes[chosen.node].cost_us[solution.choice[chosen.node]]
+        if again:
+            spent["recompute"] += again
     step = solution.objective_us
     peak = min(g.device.peak_flops.get(FLOPS_DTYPE[options.precision], 0.0) for g in cluster.groups)
     available = peak * cluster.devices * step / 1e6

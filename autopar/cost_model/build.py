@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from autopar.cost_model.later import Asked, LaterNode, LaterPart, LaterPrices, add_later, later_wires
 from autopar.cost_model.sums import reduces, waiting_sums
 from autopar.cost_model.wiring import Reader, Slot, SlotKind, Wire, Wiring
 from autopar.errors import CompilerError
 from autopar.ir.graph import CapturedGraph, Node, Phase, TensorMeta
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
-from autopar.ir.options import Options
+from autopar.ir.options import RECOMPUTE, Options
 from autopar.ir.problem import INFINITY, Consumer, Moment, NodeBytes, Problem, ProblemNode, ProblemValue, VersionBytes
 from autopar.ir.strategy import Strategy, StrategyTable
 
@@ -54,9 +55,11 @@ class Priced:
     """A problem and what its indices mean.
 
     Attributes:
-        options: per problem node (= slot), what its strategies are.
-        compute_us: per problem node and strategy, the part of the cost that is computation.
-        layouts: per problem value (= wire), its layout indices.
+        options: per slot (= problem node, the first of them), what its strategies are.
+        compute_us: per slot and strategy, the part of the cost that is computation.
+        layouts: per problem value, its layout indices (None: nothing there, nothing asked).
+        wires: per problem value, index of its wire; None for one that holds no tensor.
+        later: choices about what the backward finds of the forward, beyond the slots' own (`cost_model.later`).
     """
 
     problem: Problem
@@ -64,7 +67,9 @@ class Priced:
     mesh: Mesh
     options: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...]
     compute_us: tuple[tuple[float, ...], ...]
-    layouts: tuple[tuple[Layout, ...], ...]
+    layouts: tuple[tuple[Layout | None, ...], ...]
+    wires: tuple[int | None, ...]
+    later: tuple[LaterNode, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +102,58 @@ def build_problem(
     priced = [_node(slot, picks, context) for slot, picks in zip(wiring.slots, choices, strict=True)]
     values, layouts = [], []
     waiting = waiting_sums(wiring, choices)
+    part = _later(wiring, choices, priced, context) if RECOMPUTE in options.allow else LaterPart()
+    kept = {c.wire for c in part.choices}
     for index, wire in enumerate(wiring.wires):
-        value, names = _value(wire, choices, context, waits=index in waiting)
+        late = saved_readers(wire, wiring, prices) if index in kept else ()
+        readers = [r for i, r in enumerate(wire.readers) if i not in late]
+        value, names = _value(wire, readers, part.asked.get(index, ()), choices, context, waits=index in waiting)
         values.append(value)
         layouts.append(names)
-    moments = _moments(captured, wiring, choices, tuple(values), tuple(layouts), context, limit_bytes)
+    if RECOMPUTE in options.allow:
+        waits: tuple[NodeBytes, ...] | tuple[VersionBytes, ...] = part.waiting
+    else:
+        waits = _kept(wiring, tuple(layouts), context)
+    moments = _moments(captured, wiring, choices, waits, context, limit_bytes)
     problem = Problem(
         name=f"{captured.model_name} on {table.mesh}",
-        nodes=tuple(node for node, _ in priced),
-        values=tuple(values),
+        nodes=(*(node for node, _ in priced), *part.nodes),
+        values=(*values, *part.values),
         moments=moments,
     )
-    return Priced(problem, wiring, table.mesh, choices, tuple(compute for _, compute in priced), tuple(layouts))
+    read = {v.value: v for v in part.read}
+    more = range(len(values), len(problem.values))
+    return Priced(
+        problem, wiring, table.mesh, choices, tuple(compute for _, compute in priced),
+        (*layouts, *(read[i].layouts if i in read else () for i in more)),
+        (*range(len(values)), *(read[i].wire if i in read else None for i in more)),
+        part.choices,
+    )  # fmt: skip
+
+
+def _later(
+    wiring: Wiring,
+    choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...],
+    priced: list[tuple[ProblemNode, tuple[float, ...]]],
+    context: _Context,
+) -> LaterPart:
+    """What is kept for the backward, or made again there."""
+    wires = wiring.wires
+
+    def made(index: int, layout: Layout) -> int:
+        return context.piece(wires[index].meta, layout).nbytes
+
+    late = {i: found for i, wire in enumerate(wires) if (found := saved_readers(wire, wiring, context.prices))}
+    prices = LaterPrices(
+        again_us=lambda slot, s: priced[slot][0].cost_us[s],
+        convert_us=lambda i, p, q: context.prices.reshard_us(wires[i].meta, p, q) * wires[i].count,
+        kept_bytes=lambda i, q: made(i, q) * wires[i].saved_count,
+        made_bytes=made,
+    )
+    chosen = later_wires(wiring, lambda wire: saved_readers(wire, wiring, context.prices))
+    return add_later(
+        wiring, choices, chosen, late, prices, first_node=len(wiring.slots), first_value=len(wires)
+    )  # fmt: skip
 
 
 def _options(slot: Slot, context: _Context) -> tuple[Strategy, ...] | tuple[Layout, ...]:
@@ -198,21 +243,29 @@ def _layout_of(pick: Strategy | Layout, position: int, *, output: bool) -> Layou
 
 def _value(
     wire: Wire,
+    readers: list[Reader],
+    asked: tuple[Asked, ...],
     choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...],
     context: _Context,
     *,
     waits: bool,
-) -> tuple[ProblemValue, tuple[Layout, ...]]:
-    """The wire's value, and its layouts. `waits`: no pending sum is reduced here."""
+) -> tuple[ProblemValue, tuple[Layout | None, ...]]:
+    """The wire's value for these readers, and its layouts. `waits`: no pending sum is reduced here."""
     made = [_layout_of(pick, wire.position, output=True) for pick in choices[wire.producer]]
-    wants = [[_layout_of(pick, r.position, output=False) for pick in choices[r.slot]] for r in wire.readers]
+    wants: list[tuple[Layout | None, ...]] = [
+        tuple(_layout_of(pick, r.position, output=False) for pick in choices[r.slot]) for r in readers
+    ]
+    nodes = [*(r.slot for r in readers), *(a.node for a in asked)]
+    wants += [a.wants for a in asked]
     names = tuple(dict.fromkeys([*made, *(layout for row in wants for layout in row)]))
     index = {layout: i for i, layout in enumerate(names)}
     wanted = {layout for row in wants for layout in row}
     table = [[0.0 if p == q else INFINITY for q in names] for p in names]
     for p in dict.fromkeys(made):
         for q in wanted:
-            if p != q and not (waits and reduces(p, q)):
+            if q is None:
+                table[index[p]][index[q]] = 0.0
+            elif p != q and not (waits and reduces(p, q)):
                 price = context.prices.reshard_us(wire.meta, p, q)
                 table[index[p]][index[q]] = price * wire.count
     value = ProblemValue(
@@ -221,8 +274,8 @@ def _value(
         producer=wire.producer,
         made=tuple(index[layout] for layout in made),
         consumers=tuple(
-            Consumer(node=r.slot, wants=tuple(index[layout] for layout in row))
-            for r, row in zip(wire.readers, wants, strict=True)
+            Consumer(node=node, wants=tuple(index[layout] for layout in row))
+            for node, row in zip(nodes, wants, strict=True)
         ),
         reshard_us=tuple(map(tuple, table)),
     )
@@ -233,22 +286,18 @@ def _moments(
     captured: CapturedGraph,
     wiring: Wiring,
     choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...],
-    values: tuple[ProblemValue, ...],
-    layouts: tuple[tuple[Layout, ...], ...],
+    waits: tuple[NodeBytes, ...] | tuple[VersionBytes, ...],
     context: _Context,
     limit_bytes: int,
 ) -> tuple[Moment, ...]:
+    """`waits`: what waits for the backward."""
     state = tuple(
         _state_bytes(i, choices[i], context, wiring) for i, s in enumerate(wiring.slots) if s.kind is SlotKind.STORAGE
     )
-    saved = []
-    for i, wire in enumerate(wiring.wires):
-        late = saved_readers(wire, wiring, context.prices)
-        if late:
-            sizes = tuple(context.piece(wire.meta, layout).nbytes * wire.saved_count for layout in layouts[i])
-            saved.append(VersionBytes(value=i, consumers=late, bytes=sizes))
+    state += tuple(w for w in waits if isinstance(w, NodeBytes))
+    saved = tuple(w for w in waits if isinstance(w, VersionBytes))
     fixed = fixed_bytes(captured, wiring)
-    base = Moment(name="end of forward", limit_bytes=limit_bytes, fixed_bytes=fixed, nodes=state, versions=tuple(saved))
+    base = Moment(name="end of forward", limit_bytes=limit_bytes, fixed_bytes=fixed, nodes=state, versions=saved)
     if limit_bytes <= 0 or math.isinf(limit_bytes):
         return ()
     largest = sorted(
@@ -262,10 +311,25 @@ def _moments(
         found.append(
             Moment(
                 name=f"at {wiring.slots[i].name}", limit_bytes=limit_bytes, fixed_bytes=fixed, nodes=(*state, working),
-                versions=tuple(saved),
+                versions=saved,
             )
         )  # fmt: skip
     return tuple(found[1:] or found)
+
+
+def _kept(
+    wiring: Wiring, layouts: tuple[tuple[Layout | None, ...], ...], context: _Context
+) -> tuple[VersionBytes, ...]:
+    """All that the backward reads is kept, in the layouts that it is read in."""
+    saved = []
+    for i, wire in enumerate(wiring.wires):
+        late = saved_readers(wire, wiring, context.prices)
+        if late:
+            pieces = [context.piece(wire.meta, layout).nbytes if layout is not None else 0 for layout in layouts[i]]
+            saved.append(
+                VersionBytes(value=i, consumers=late, bytes=tuple(piece * wire.saved_count for piece in pieces))
+            )
+    return tuple(saved)
 
 
 def fixed_bytes(captured: CapturedGraph, wiring: Wiring) -> int:

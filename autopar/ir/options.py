@@ -10,6 +10,8 @@ AXES = ("dp", "cp", "tp")
 """Mesh axes that this version searches, slowest first. `free` may be pinned too: an axis with no role."""
 
 DEGREE_NAMES = {"data": "dp", "context": "cp", "tensor": "tp", "pipeline": "pp"}
+RECOMPUTE = "recompute"
+"""In `Options.allow`: forward tensors may be made again in the backward instead of waiting for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +26,8 @@ class Options:
         search_space: allowed degrees by name ("data", "tensor", "context").
         precision: "fp32", "bf16" (bf16 compute, fp32 stored parameters, gradients and optimizer state) or "fp64".
         optimizer_bytes_per_parameter: state that the optimizer keeps (AdamW in fp32: 8).
-        micro_batches, allow: refused unless left out; their places for micro-batches, recompute and offload.
+        allow: "recompute": forward tensors may be made again in the backward instead of kept.
+        micro_batches: refused unless left out; its place.
         seed: of the compiled module's random ops, the same on every rank; torch.manual_seed doesn't reach them
             (docs/randomness.md).
         differentiable: "losses" (scalar outputs if there are any, else all) or "all".
@@ -60,8 +63,8 @@ class Options:
             raise ValueError(f"objective {self.objective!r}: wanted time or memory")
         if self.micro_batches not in (None, 1):
             raise ValueError(f"micro_batches {self.micro_batches}: this version runs the batch as one; leave it out")
-        if self.allow:
-            raise ValueError(f"allow {self.allow}: recompute and offload are not there yet; leave it out")
+        if set(self.allow) - {RECOMPUTE}:
+            raise ValueError(f"allow {self.allow}: wanted none or {RECOMPUTE!r}; offload is not there yet")
         if not 0 <= self.gap < 1:
             raise ValueError(f"gap {self.gap}: wanted a part of the step time, 0 or more and below 1")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:

@@ -15,6 +15,13 @@ from autopar.ir.options import Options
 
 FORMAT = "autopar-plan"
 VERSION = 1
+AGAIN = "again"
+"""In `Plan.later`: the tensor is made once more in the backward."""
+
+
+def later_key(node_key: str, position: int) -> str:
+    """What `Plan.later` calls output `position` of an op."""
+    return node_key if position == 0 else f"{node_key}[{position}]"
 
 
 class PlanModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,7 +153,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """See the module's docstring.
 
     `strategies`: graph name -> node key -> strategy. `inputs` and `outputs`: graph name -> input target or output
-    position -> layout. `conversions` are those paid for by the objective.
+    position -> layout. `conversions` are those paid for by the objective. `later`: graph name -> tensor that the
+    backward asks for (`later_key`, or input target) -> the layout that it is kept in, or `AGAIN`; of a graph that it
+    doesn't name, all that the backward reads is kept as the forward made it.
     """
 
     format: str = FORMAT
@@ -164,6 +173,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     inputs: dict[str, dict[str, str]]
     outputs: dict[str, dict[str, str]]
     conversions: list[PlanReshard]
+    later: dict[str, dict[str, str]] = {}
     pins: dict[str, str] = {}
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     request: PlanRequest | None = None

@@ -230,11 +230,13 @@ def _solve_whole(
     if later is None:  # can't be with `choice` in it
         return _NO_CHOICE
     small = fixed.then(later)
-    start_choice = _lowered(small.pick, small.node, choice) if choice else None
     model = build_model(small.problem)
     for _ in range(MAX_CUTS):
-        start = point_of(small.problem, model, start_choice) if start_choice else None
-        mip = solver.mip(model.linear, clock.left_s(), start, gap)
+        mip = solver.mip(model.linear, clock.left_s(), gap)
+        if mip.point is not None and mip.objective < lp.bound - LOOSE * (1.0 + abs(lp.bound)):
+            raise CompilerError(
+                f"{problem.name}: the MIP gives {mip.objective} us, below the {lp.bound} us of its relaxation"
+            )
         bound = max(lp.bound, min(mip.bound, objective))
         if mip.point is None:
             if mip.status is LinearStatus.TIME_LIMIT:
@@ -286,19 +288,6 @@ def _worth_keeping(problem: Problem, lp: LinearAnswer, objective: float) -> list
         [s for s in range(size) if lp.column_dual[first + s] <= room]
         for first, size in zip(ends[:-1], sizes, strict=True)
     ]
-
-
-def _lowered(
-    picks: tuple[tuple[int, ...], ...], nodes: tuple[int, ...], choice: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    """The reduced choice whose lift is `choice`, or None if the reduction dropped it for one that is as good."""
-    wanted: dict[int, set[int]] = {}
-    for node, pick, strategy in zip(nodes, picks, choice, strict=True):
-        fits = {s for s, original in enumerate(pick) if original == strategy}
-        wanted[node] = wanted.get(node, fits) & fits
-    if not all(wanted.values()):
-        return None
-    return tuple(min(wanted[node]) for node in sorted(wanted))
 
 
 def _priced(problem: Problem, model: ProblemModel, choice: tuple[int, ...]) -> float:

@@ -13,7 +13,7 @@ import highspy
 import numpy as np
 
 from autopar.errors import CompilerError
-from autopar.solver.linear import Floats, LinearAnswer, LinearModel, LinearStatus
+from autopar.solver.linear import LinearAnswer, LinearModel, LinearStatus
 
 SEED = 1
 LP_OPTIONS: dict[str, str | float | int] = {"solver": "simplex", "presolve": "off"}
@@ -46,15 +46,14 @@ def solve_lp(
     )  # fmt: skip
 
 
-def solve_mip(
-    model: LinearModel, *, time_limit_s: float | None = None, start: Floats | None = None, gap: float = 0.0
-) -> LinearAnswer:
-    """The best whole point of `model`; `start` is a point known to be feasible, `gap` the relative gap that will do."""
+def solve_mip(model: LinearModel, *, time_limit_s: float | None = None, gap: float = 0.0) -> LinearAnswer:
+    """The best whole point of `model`; `gap`: the relative gap that will do.
+
+    It gets no point to start from: after presolve HiGHS 1.16 took one of 1080.3 for 1046.6 and called it the optimum,
+    where that is 1059.9.
+    """
     options: dict[str, str | float | int] = {"mip_rel_gap": gap, "mip_abs_gap": 1e-6}
     highs = _loaded(model, whole=True, options=options, time_limit_s=time_limit_s)
-    if start is not None:
-        index = np.flatnonzero(model.integer).astype(np.int32)
-        highs.setSolution(len(index), index, start[index])
     status = _run(highs, "MIP")
     info = highs.getInfo()
     if status is LinearStatus.INFEASIBLE:
