@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import codegen, questions, sharding, tracer
-from autopar.candidates import Candidate, Task, plan_of, price_mesh, rank, solve_mesh
+from autopar.candidates import Candidate, Task, candidates_on, plan_of, rank, solve_mesh
 from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.live import ROUND, ROUND_CPU, program_memory, save_memory
 from autopar.cost_model.local import fingerprint, local_cluster
@@ -291,12 +291,13 @@ def _candidates(task: Task, meshes: Sequence[Mesh], progress: Progress, dump: _D
     for i, mesh in enumerate(meshes):
         progress(f"price {mesh}", i / len(meshes))
         try:
-            candidate = price_mesh(task, mesh)
+            on_mesh = candidates_on(task, mesh)
         except sharding.PinError as error:
             refused.append(error)
             continue
-        dump(f"problem {mesh}", candidate.problem)
-        found.append(candidate)
+        for candidate in on_mesh:
+            dump(f"problem {mesh}", candidate.problem)
+        found += on_mesh
     if not found:
         raise refused[0]
     return sorted(found, key=lambda c: c.bound_us)

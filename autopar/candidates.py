@@ -13,12 +13,12 @@ from autopar.cost_model.wiring import Wiring, wire
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.mesh import Mesh
-from autopar.ir.options import Options
+from autopar.ir.options import RECOMPUTE, Options
 from autopar.ir.plan import Plan
 from autopar.ir.problem import Problem, evaluate
 from autopar.ir.solution import Solution
 from autopar.ir.strategy import Note, StrategyTable
-from autopar.solver import minimise_memory, relaxation_bound_us, solve
+from autopar.solver import minimise_memory, relaxed, solve
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,28 @@ class Candidate:
 
 def price_mesh(task: Task, mesh: Mesh) -> Candidate:
     """Choices, prices and the lower bound. Raises UserError for pins that can't hold (PinError: on this mesh)."""
+    return _priced(task, mesh)[0]
+
+
+def candidates_on(task: Task, mesh: Mesh) -> tuple[Candidate, ...]:
+    """The problems of one mesh: with all kept that the backward reads, and, where memory binds, with recomputation too.
+
+    Recomputation costs time and the problem with it is three times as large, so it is not built where memory binds
+    nothing. For least memory it is the only one.
+    """
+    if RECOMPUTE not in task.options.allow or task.options.objective == "memory":
+        return (price_mesh(task, mesh),)
+    kept, memory_price = _priced(replace(task, options=replace(task.options, allow=())), mesh)
+    return (kept, price_mesh(task, mesh)) if memory_price else (kept,)
+
+
+def _priced(task: Task, mesh: Mesh) -> tuple[Candidate, float]:
+    """The candidate, and what a byte more would save of its relaxation in µs."""
     table = sharding.build_table(task.captured, mesh, task.options, rules=task.rules)
     prices = MeshPrices(task.cluster, mesh)
     priced = build_problem(task.captured, task.wiring, table, prices, task.options, task.limit_bytes)
-    return Candidate(mesh, table, priced, relaxation_bound_us(priced.problem))
+    bound_us, memory_price = relaxed(priced.problem)
+    return Candidate(mesh, table, priced, bound_us), memory_price
 
 
 def solve_mesh(candidate: Candidate, options: Options, *, gap: float, cutoff_us: float | None) -> Solution | None:

@@ -220,6 +220,7 @@ def explain(plan: Plan, name: str, task: Task, progress: Progress) -> Explanatio
 
     Raises UserError with the closest names where nothing is called so.
     """
+    task = _as_planned(task, plan)
     matched = sharding.matching(task.captured, name)
     ops = [] if matched else _find_ops(task, name)
     if not matched and not ops:
@@ -238,6 +239,11 @@ def explain(plan: Plan, name: str, task: Task, progress: Progress) -> Explanatio
     known = [p for p in parts if p.difference_us is not None]
     cheapest = min(known, key=lambda p: p.difference_us or 0.0) if known else parts[0]
     return replace(cheapest, parts=tuple(parts))
+
+
+def _as_planned(task: Task, plan: Plan) -> Task:
+    """With recomputation only where the plan recomputes."""
+    return replace(task, options=replace(task.options, allow=(RECOMPUTE,) if plan.later else ()))
 
 
 def _by_module(matched: list[ParameterInfo], task: Task, name: str) -> dict[str, list[ParameterInfo]]:

@@ -131,7 +131,7 @@ class _Live:
                 case Compute():
                     self._compute(step, held, given, path)
                 case Convert():
-                    self._convert(step, held, given, path)
+                    self._convert(step, function.graph, held, given, path)
                 case CallBlock():
                     self._call(step, held, given)
         kept = {x.name for x in (*function.outputs, *function.updates, *function.gradients) if x is not None}
@@ -156,15 +156,14 @@ class _Live:
                 self._set(held, out.name, source or self._new(out.meta, owner))
         self._note(owner)
 
-    def _convert(self, step: Convert, held: dict[str, _Storage], given: dict[str, _Storage], path: str) -> None:
-        meta = self.program.metas
+    def _convert(
+        self, step: Convert, graph: str, held: dict[str, _Storage], given: dict[str, _Storage], path: str
+    ) -> None:
+        whole = self.program.metas[graph][step.before.value]
         at = held.get(step.before.name) or given[step.before.name]
         owner = self._where(path, step.place.module_path, f"{step.before.value} converted")
-        graph_metas = next(m for m in meta.values() if step.before.value in m)
         for part in step.steps:
-            view = part.step.collective is Collective.SLICE and is_view_slice(
-                graph_metas[step.before.value], part.step, self.program.mesh
-            )
+            view = part.step.collective is Collective.SLICE and is_view_slice(whole, part.step, self.program.mesh)
             at = at if view else self._new(part.after.meta, owner)
             self._set(held, step.after.name, at)
             self._note(owner)

@@ -26,7 +26,8 @@ class Options:
         search_space: allowed degrees by name ("data", "tensor", "context").
         precision: "fp32", "bf16" (bf16 compute, fp32 stored parameters, gradients and optimizer state) or "fp64".
         optimizer_bytes_per_parameter: state that the optimizer keeps (AdamW in fp32: 8).
-        allow: "recompute": forward tensors may be made again in the backward instead of kept.
+        allow: "recompute": forward tensors may be made again in the backward instead of kept, where memory binds; ()
+            keeps all.
         micro_batches: refused unless left out; its place.
         seed: of the compiled module's random ops, the same on every rank; torch.manual_seed doesn't reach them
             (docs/randomness.md).
@@ -48,7 +49,7 @@ class Options:
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     optimizer_bytes_per_parameter: int = 8
     differentiable: Literal["losses", "all"] = "losses"
-    allow: tuple[str, ...] = ()
+    allow: tuple[str, ...] = (RECOMPUTE,)
     fold_blocks: bool = True
     strict: bool = False
     gap: float = 0.005
