@@ -287,7 +287,8 @@ def _gap(candidate: Candidate, options: Options) -> float:
 
 def _candidates(task: Task, meshes: Sequence[Mesh], progress: Progress, dump: _Dump) -> list[Candidate]:
     """Every mesh with its problem, the lowest bound first; without those that can't hold a pinned layout."""
-    found, refused = [], []
+    found: list[Candidate] = []
+    refused = []
     for i, mesh in enumerate(meshes):
         progress(f"price {mesh}", i / len(meshes))
         try:

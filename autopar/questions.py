@@ -24,7 +24,7 @@ from autopar.errors import CompilerError, InfeasibleError, UserError
 from autopar.ir.graph import Graph, Node, ParameterInfo
 from autopar.ir.layout import Layout, R, parse_layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.options import DEGREE_NAMES, Options
+from autopar.ir.options import DEGREE_NAMES, RECOMPUTE, Options
 from autopar.ir.plan import Plan, mesh_of
 from autopar.ir.problem import Problem
 from autopar.ir.solution import Solution, Status
