@@ -3,6 +3,7 @@
 reduce           exactly: same optimum, fewer strategies                     reduce.py
 LP relaxation    integral: it is the optimum, with proof, and no MIP starts  model.py, highs.py
 local search     from the LP's rounding: a choice, and an upper bound        search.py
+prices           where that doesn't fit: the choice that the LP's memory prices make    priced.py
 fix              a strategy whose reduced cost exceeds the gap is in no better choice
 MIP              on what is left
 referee          the solver's objective must be the referee's                ir/problem.py: evaluate
@@ -27,6 +28,7 @@ from autopar.solver.cuts import without_choice
 from autopar.solver.linear import LinearAnswer, LinearStatus
 from autopar.solver.memory import minimise_memory
 from autopar.solver.model import ProblemModel, build_model, choice_of, point_of
+from autopar.solver.priced import priced_choice
 from autopar.solver.reduce import reduce_problem
 from autopar.solver.reduction import Reduction, keep_strategies
 from autopar.solver.search import find_choice, first_of_equals
@@ -213,7 +215,11 @@ def _solve_reduced(problem: Problem, solver: Backend, clock: _Clock, gap: float,
         return _Found(status=Status.FEASIBLE, bound_us=lp.bound)
     choice, whole = choice_of(model, lp.point)
     if not (whole and evaluate(problem, choice).feasible):
-        choice = _fitting(problem, find_choice(problem, start=choice)) or _fitting(problem, find_choice(problem))
+        choice = (
+            _fitting(problem, find_choice(problem, start=choice))
+            or priced_choice(problem, model, lp, solver)
+            or _fitting(problem, find_choice(problem))
+        )
     objective = _priced(problem, model, choice) if choice else math.inf
     if choice and objective <= lp.bound + TOLERANCE * abs(lp.bound):
         return _Found(
