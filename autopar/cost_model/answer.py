@@ -172,7 +172,7 @@ def _conversions(captured: CapturedGraph, priced: Priced, solution: Solution, pr
             steps = plan_reshard(before, after)
             assert steps is not None
             each = value.reshard_us[p][q] / wire.count
-            parts = prices.steps_us(wire.meta, layouts[p], layouts[q])
+            parts = prices.steps_us(wire.meta, before, after)
             for graph, name in wire.names:
                 found.append(
                     PlanReshard(

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.errors import UserError
-from autopar.ir.plan import Plan, PlanInput, PlanNote, PlanParameter, PlanReshard, memory_limit_bytes
+from autopar.ir.plan import AGAIN, Plan, PlanInput, PlanNote, PlanParameter, PlanReshard, memory_limit_bytes
 from autopar.present.words import bar, bytes_words, count_words, group_name, pattern_of, shorten, time_words
 
 CONVERSIONS_SHOWN = 6
@@ -100,9 +100,31 @@ def head_rows(plan: Plan, limit: int | None) -> Iterator[tuple[str, str]]:
     yield "step", f"{time_words(p.step_time_us)}, {count_words(p.tokens_per_s)} tokens/s, MFU {p.mfu:.1%}"
     of = f" of {bytes_words(limit)} ({p.peak_memory_bytes / limit:.0%})" if limit else ""
     yield "memory", f"{bytes_words(p.peak_memory_bytes)}{of} per device"
+    if plan.later:
+        yield "backward", later_words(plan)
     yield "solver", solver_words(plan)
     if plan.pins:
         yield "pins", ", ".join(f"{k}={v}" for k, v in plan.pins.items())
+
+
+def later_words(plan: Plan) -> str:
+    """ "finds 17 tensors kept and makes 13 again: gelu, mul of GPT2Block": what the backward reads of the forward."""
+    kept = sum(how != AGAIN for found in plan.later.values() for how in found.values())
+    again = {
+        graph: list(dict.fromkeys(_op_word(key) for key, how in found.items() if how == AGAIN))
+        for graph, found in plan.later.items()
+    }
+    count = sum(how == AGAIN for found in plan.later.values() for how in found.values())
+    if not count:
+        return f"finds {kept} tensors kept, makes none again"
+    where = "; ".join(f"{', '.join(ops)} of {graph}" for graph, ops in again.items() if ops)
+    return f"finds {kept} tensors kept and makes {count} again: {where}"
+
+
+def _op_word(key: str) -> str:
+    """`gelu` of an op's key "mlp/aten.gelu.default/forward#0"."""
+    parts = key.split("/")
+    return parts[-2].removeprefix("aten.").rpartition(".")[0] if len(parts) > 2 else key
 
 
 def inputs_words(inputs: Mapping[str, PlanInput]) -> str:

@@ -211,7 +211,8 @@ def _setting(plan: Plan) -> Iterator[tuple[str, str]]:
         blocks = ", ".join(f"{n} × {path}" for path, n in stage.blocks) or "no repeated blocks"
         yield (
             f"stage {stage.index}",
-            f"{stage.devices} devices, {blocks}, {stage.saved_count} tensors kept for backward",
+            f"{stage.devices} devices, {blocks}, {stage.saved_count} tensors kept for the backward"
+            + (f", {stage.recomputed_count} made again in it" if stage.recomputed_count else ""),
         )
 
 
