@@ -117,8 +117,13 @@ def later_words(plan: Plan) -> str:
     count = sum(how == AGAIN for found in plan.later.values() for how in found.values())
     if not count:
         return f"finds {kept} tensors kept, makes none again"
-    where = "; ".join(f"{', '.join(ops)} of {graph}" for graph, ops in again.items() if ops)
+    where = "; ".join(f"{', '.join(ops)} of {_graph_word(graph)}" for graph, ops in again.items() if ops)
     return f"finds {kept} tensors kept and makes {count} again: {where}"
+
+
+def _graph_word(graph: str) -> str:
+    """A block's class, of its name "GPT2Block_261212"; the model of "top"."""
+    return "the model outside blocks" if graph == "top" else graph.rpartition("_")[0] or graph
 
 
 def _op_word(key: str) -> str:
