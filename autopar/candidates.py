@@ -91,14 +91,14 @@ def _priced(task: Task, mesh: Mesh) -> tuple[Candidate, float]:
 
 
 RECOMPUTE_GAP = 0.02
-"""The least gap that a problem with recomputation is solved to (docs/decisions/0006)."""
+"""The least gap that a problem with recomputation is solved to, if it may have one (docs/decisions/0007)."""
 
 
 def solve_mesh(candidate: Candidate, options: Options, *, gap: float, cutoff_us: float | None) -> Solution | None:
     """The answer on one mesh; None if nothing fits or, for time, if none costs less than `cutoff_us`."""
     if options.objective == "time" and cutoff_us is not None and candidate.bound_us >= cutoff_us:
         return None
-    if candidate.priced.later:
+    if candidate.priced.later and gap:
         gap = max(gap, RECOMPUTE_GAP)
     return solve_problem(candidate.problem, options, gap=gap, cutoff_us=cutoff_us)
 

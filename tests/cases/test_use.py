@@ -148,7 +148,7 @@ def test_use_05_next_best_is_best() -> None:
 def test_use_05_binding_constraint() -> None:
     free = search(2, pins={"dp": 2})
     assert free.explain("head").binding.kind == "none"
-    tight = search(2, pins={"dp": 2}, memory_limit=_half_way(free))
+    tight = search(2, pins={"dp": 2}, memory_limit=_half_way(free), allow=())
     bound = tight.explain("blocks.0.mlp.up").binding
     assert tight.parameters["blocks.0.mlp.up.weight"].layout == "dp:S(0)"
     assert bound.kind == "memory"

@@ -41,7 +41,7 @@ class _Row:
 
 
 def solve_exactly(model: PairwiseModel, time_limit_s: float, known: Ints | None = None) -> Exact:
-    """The cheapest choice, or how far that came in `time_limit_s`. `known`: a choice that fits, to begin with."""
+    """The cheapest choice, or how far that came in `time_limit_s`. `known`: a choice that fits, if time ends first."""
     began = time.perf_counter()
     rows: list[_Row] = []
     bound = 0.0
@@ -50,8 +50,7 @@ def solve_exactly(model: PairwiseModel, time_limit_s: float, known: Ints | None 
         if left <= 0:
             return Exact(choice=known, bound=bound, done=False)
         program = _program(model, rows)
-        start = _point(model, program, known) if known is not None else None
-        answer = solve_mip(program, time_limit_s=left, start=start)
+        answer = solve_mip(program, time_limit_s=left)
         if answer.status is LinearStatus.INFEASIBLE:
             return Exact(choice=None, bound=math.inf, done=True)
         bound = max(bound, answer.bound - TOLERANCE * abs(answer.bound))
@@ -89,13 +88,6 @@ def _program(model: PairwiseModel, rows: list[_Row]) -> LinearModel:
 
 def _picked(model: PairwiseModel, point: Floats) -> Ints:
     return np.array([int(np.argmax(point[a:b])) for a, b in zip(model.start[:-1], model.start[1:], strict=True)])
-
-
-def _point(model: PairwiseModel, program: LinearModel, picked: Ints) -> Floats:
-    """The whole columns of a choice; the solver finds the others."""
-    point = np.zeros(program.columns)
-    point[model.start[:-1] + picked] = 1.0
-    return point
 
 
 def _broken(model: PairwiseModel, picked: Ints) -> Ints:
