@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar import codegen, questions, sharding, tracer
-from autopar.candidates import Candidate, Task, candidates_on, plan_of, rank, solve_mesh
+from autopar.candidates import Candidate, Task, candidates_on, plan_of, rank, solve_mesh, step_memory
 from autopar.cost_model.clusters import load_cluster
-from autopar.cost_model.live import ROUND, ROUND_CPU, program_memory, save_memory
+from autopar.cost_model.live import ROUND, ROUND_CPU, save_memory
 from autopar.cost_model.local import fingerprint, local_cluster
 from autopar.cost_model.prices import MeshPrices
 from autopar.cost_model.replay import replay
@@ -562,7 +562,7 @@ def timeline_captured(captured: CapturedGraph, plan: records.Plan) -> Timeline:
     schedule = build_schedule("none", micro_batches=plan.schedule.micro_batches)
     found = simulate(schedule, [[work]])
     rounding = ROUND if plan.cluster.spec.backend == "nccl" else ROUND_CPU
-    memory = tuple(kind(captured, program, state, rounding=rounding) for kind in (program_memory, save_memory))
+    memory = step_memory(captured, program, plan), save_memory(captured, program, state, rounding=rounding)
     return replace(found, memory=memory)
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar import sharding
-from autopar.cost_model.answer import make_plan
+from autopar import codegen, sharding
+from autopar.cost_model.answer import make_plan, with_memory
 from autopar.cost_model.build import Priced, build_problem
+from autopar.cost_model.live import ROUND, ROUND_CPU, program_memory
 from autopar.cost_model.prices import MeshPrices, model_flops
 from autopar.cost_model.wiring import Wiring, wire
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import RECOMPUTE, Options
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, options_of
 from autopar.ir.problem import Problem, evaluate
+from autopar.ir.program import Program
 from autopar.ir.solution import Solution
 from autopar.ir.strategy import Note, StrategyTable
+from autopar.ir.timeline import StageMemory
 from autopar.solver import minimise_memory, relaxed, solve
 
 
@@ -128,8 +131,17 @@ def rank(candidate: Candidate, solution: Solution, options: Options) -> tuple[fl
 
 
 def plan_of(task: Task, candidate: Candidate, solution: Solution) -> Plan:
-    """The plan of one solved mesh."""
+    """The plan of one solved mesh; its memory is that of the program that it becomes."""
     notes = candidate.table.notes + tuple(Note(*n) for n in task.captured.notes)
     prices = MeshPrices(task.cluster, candidate.mesh)
     flops = model_flops(task.captured, task.wiring)
-    return make_plan(task.captured, candidate.priced, solution, prices, task.cluster, task.options, notes, flops)
+    plan = make_plan(task.captured, candidate.priced, solution, prices, task.cluster, task.options, notes, flops)
+    memory = step_memory(task.captured, codegen.lower(task.captured, plan, candidate.mesh), plan)
+    return with_memory(plan, memory, task.limit_bytes)
+
+
+def step_memory(captured: CapturedGraph, program: Program, plan: Plan) -> StageMemory:
+    """What a rank of a plan's cluster holds during a step of its program."""
+    gpus = plan.cluster.spec is None or plan.cluster.spec.backend == "nccl"
+    state = options_of(plan).optimizer_bytes_per_parameter
+    return program_memory(captured, program, state, rounding=ROUND if gpus else ROUND_CPU, together=gpus)

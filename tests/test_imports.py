@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "training": {"ir", "runtime", "api"},
     "profiling": {"ir", "cost_model", "runtime"},
     "verification": {"ir", "tracer"},
-    "candidates": {"ir", "sharding", "cost_model", "solver"},
+    "candidates": {"ir", "sharding", "cost_model", "solver", "codegen"},
     "questions": {"ir", "sharding", "cost_model", "solver", "candidates", "present"},
     "catalogue": {"ir"},
     "present": {"ir"},

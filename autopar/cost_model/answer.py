@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+import msgspec
+
 from autopar.cost_model.build import (
     Priced,
     Prices,
@@ -41,7 +43,10 @@ from autopar.ir.problem import conversions, evaluate
 from autopar.ir.reshard import plan_reshard
 from autopar.ir.solution import Solution
 from autopar.ir.strategy import Note, Strategy
+from autopar.ir.timeline import StageMemory
 
+LARGEST = 12
+"""How many of what holds the most memory a plan names."""
 FLOPS_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 
 
@@ -98,6 +103,7 @@ def make_plan(
             gap=solution.gap,
             time_s=round(solution.time_s, 3),
             memory_price=solution.memory_price_us_per_byte,
+            memory_bytes=sum(memory.values()),
         ),
         notes=[PlanNote(kind=n.kind, where=n.where, message=n.message) for n in notes],
         strategies=strategies,
@@ -109,6 +115,31 @@ def make_plan(
         precision=options.precision,
         request=PlanRequest(inputs=_inputs(captured), options=asked_options(options)),
     )
+
+
+def with_memory(plan: Plan, memory: StageMemory, limit_bytes: int) -> Plan:
+    """A plan with the memory of its program in the place of what the solver counted; a note where that is too much."""
+    replace = msgspec.structs.replace
+    notes = list(plan.notes)
+    if 0 < limit_bytes < memory.peak_bytes:
+        listed = ", ".join(f"{what} {size / 2**20:.0f} MiB" for what, size in memory.contributors[:3])
+        notes.append(
+            PlanNote(
+                kind="memory", where=memory.at,
+                message=f"the emitted program is predicted to hold {memory.peak_bytes / 2**20:.0f} MiB at its peak, "
+                f"more than the {limit_bytes / 2**20:.0f} MiB allowed, where the search counted "
+                f"{plan.solver.memory_bytes / 2**20:.0f} MiB (largest: {listed}): search with a lower --memory-limit",
+            )
+        )  # fmt: skip
+    return replace(
+        plan,
+        stages=[replace(stage, peak_memory_bytes=memory.peak_bytes) for stage in plan.stages],
+        predicted=replace(
+            plan.predicted, peak_memory_bytes=memory.peak_bytes, breakdown_bytes=dict(memory.kinds),
+            memory_at=memory.at, memory_largest=dict(memory.contributors[:LARGEST]),
+        ),
+        notes=notes,
+    )  # fmt: skip
 
 
 def _plain(cluster: ClusterSpec) -> ClusterSpec:

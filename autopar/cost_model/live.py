@@ -3,8 +3,10 @@
 A storage lives as long as a name for it is held: names are let go by `Free` steps and at the end of a function, what
 the forward saves is held until the backward frees it. Views and conversions that give back the same piece share the
 storage of what they are made from. Throughout: parameters, buffers, constants, inputs, and the optimizer's state; a
-gradient from when it is made to the end of the step (a fused optimizer needs nothing beside: `op_cost.optimizer_us`).
-Every storage takes whole units of `rounding` bytes.
+gradient from when it is made to the end of the step. A collective that needs its input cut or its result joined in
+another dim than the first holds copies for that (`staging_bytes`). The step ends with the optimizer's update and what
+it holds beside (`update_bytes`). Every storage takes whole units of `rounding` bytes; what that adds is a line
+of its own.
 """
 
 from __future__ import annotations
@@ -18,35 +20,70 @@ from autopar.cost_model.collectives import is_view_slice
 from autopar.ir.graph import CapturedGraph, Phase, TensorMeta
 from autopar.ir.layout import local_shape
 from autopar.ir.program import CallBlock, Compute, Convert, Free, Function, Local, Program
-from autopar.ir.reshard import Collective
+from autopar.ir.reshard import Collective, ReshardStep
 from autopar.ir.timeline import StageMemory
 
 ROUND = 512
 """Bytes of one unit of torch's CUDA caching allocator."""
 ROUND_CPU = 64
 """Bytes to which torch aligns what it allocates on a CPU."""
-STATE = "optimizer state"
+STATE, UPDATE, STAGING, ROUNDING = "optimizer state", "optimizer's update", "copies for collectives", "rounding"
+"""Owners that are no module."""
+PARAMETERS, BUFFERS, CONSTANTS, INPUTS = "parameters", "buffers", "constants", "inputs"
+GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKING = "gradients", "optimizer", "activations", "working set"
+KINDS = (
+    PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKING, BUFFERS, CONSTANTS, INPUTS, STAGING, UPDATE, ROUNDING
+)  # fmt: skip
+LOOP_COPIES = 2
+"""Copies of a parameter that AdamW holds while it updates one after the other: the root of its moment, and that root
+divided. An update of all at once holds one of each."""
 
 
 def program_memory(
-    captured: CapturedGraph, program: Program, state_bytes: int, *, rounding: int = ROUND
+    captured: CapturedGraph, program: Program, state_bytes: int, *, rounding: int = ROUND, together: bool = True
 ) -> StageMemory:
-    """The most that a rank holds during a step, and what holds it. `state_bytes` of optimizer state a parameter."""
+    """The most that a rank holds during a step, and what holds it.
+
+    Args:
+        state_bytes: of optimizer state for each element of a parameter.
+        together: the optimizer updates all parameters at once, as torch's does on GPUs, not one after the other.
+    """
     live = _Live(captured, program, rounding)
-    live.run()
-    state = live.state(state_bytes)
-    peak, at, contributors = live.peak
-    contributors = contributors + Counter({STATE: state})
-    listed = sorted(contributors.items(), key=lambda x: (-x[1], x[0]))
-    return StageMemory(stage=0, peak_bytes=peak + state, at=at, contributors=tuple(listed))
+    live.run(together)
+    exact, state = live.state(state_bytes)
+    peak, at, owners, kinds = live.peak
+    owners += Counter({STATE: exact, ROUNDING: state - exact})
+    kinds += Counter({OPTIMIZER: exact, ROUNDING: state - exact})
+    listed = sorted(owners.items(), key=lambda x: (-x[1], x[0]))
+    in_order = {kind: kinds[kind] for kind in KINDS if kinds[kind]}
+    return StageMemory(stage=0, peak_bytes=peak + state, at=at, contributors=tuple(listed), kinds=in_order)
+
+
+def staging_bytes(step: ReshardStep, ndim: int, before: int, after: int) -> int:
+    """Bytes that a collective holds beside its input and its result, of so many bytes (`runtime.comm`).
+
+    Pieces travel as rows: a dim other than the first is cut into rows before, and joined from rows afterwards.
+    """
+    match step.collective:
+        case Collective.ALL_GATHER:
+            return after if step.dim % ndim else 0
+        case Collective.REDUCE_SCATTER:
+            return before if step.dim % ndim else 0
+        case Collective.ALL_TO_ALL:
+            cut = before if step.to_dim % ndim else 0
+            return max(cut, before if step.dim % ndim else 0)
+        case _:
+            return 0
 
 
 @dataclass
 class _Storage:
-    """Bytes, who made them, and how many names hold them."""
+    """Bytes exactly and in whole units, who made them, of which kind they are, and how many names hold them."""
 
+    exact: int
     nbytes: int
     owner: str
+    kind: str
     holders: int = 0
 
 
@@ -59,67 +96,98 @@ class _Live:
     rounding: int
     now: int = 0
     by_owner: Counter[str] = field(default_factory=Counter)
-    peak: tuple[int, str, Counter[str]] = (0, "", Counter())
+    by_kind: Counter[str] = field(default_factory=Counter)
+    peak: tuple[int, str, Counter[str], Counter[str]] = (0, "", Counter(), Counter())
     pending: list[tuple[str, dict[str, _Storage]]] = field(default_factory=list)
     saved: dict[tuple[str, int], dict[str, _Storage]] = field(default_factory=dict)
+    kept_as: dict[str, str] = field(default_factory=dict)
 
-    def run(self) -> None:
-        """Forward, then backward."""
+    def run(self, together: bool) -> None:
+        """Forward, backward, then the optimizer's update."""
         top = self.captured.top.name
         forward, backward = (self.program.function(top, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
         given: dict[str, _Storage] = {}
-        for what in ("parameters", "buffers", "constants", "inputs"):
+        for what in (PARAMETERS, BUFFERS, CONSTANTS, INPUTS):
             for local in getattr(forward, what):
-                given[local.name] = self._hold(self._new(local.meta, what))
+                given[local.name] = self._hold(self._new(local.meta, what, what))
         self._note("begin")
         self._function(forward, 0, dict(given))  # what it returns stays with the caller
         for local in backward.tangents:
-            given[local.name] = self._hold(self._new(local.meta, "gradients of the outputs"))
+            given[local.name] = self._hold(self._new(local.meta, "gradients of the outputs", WORKING))
         self._function(backward, 0, given)
-        self._note("end of step")
+        self._note("end of backward")
+        self._beside(self.update_bytes(together), UPDATE, "optimizer")
 
-    def state(self, state_bytes: int) -> int:
-        """Bytes of the optimizer's state."""
-        total = 0
-        for parameter in self.captured.parameters:
-            layout = self.program.parameters.get(parameter.name)
-            if layout is not None and parameter.requires_grad:
-                numel = TensorMeta(
-                    local_shape(parameter.meta.shape, layout, self.program.mesh), parameter.meta.dtype
-                ).numel
-                total += self.rounded(numel * state_bytes)
-        return total
+    def trained(self) -> list[TensorMeta]:
+        """This rank's pieces of the parameters that train."""
+        return [
+            TensorMeta(local_shape(p.meta.shape, layout, self.program.mesh), p.meta.dtype)
+            for p in self.captured.parameters
+            if p.requires_grad and (layout := self.program.parameters.get(p.name)) is not None
+        ]
+
+    def state(self, state_bytes: int) -> tuple[int, int]:
+        """Bytes of the optimizer's state, exactly and in whole units."""
+        sizes = [meta.numel * state_bytes for meta in self.trained()]
+        return sum(sizes), sum(map(self.rounded, sizes))
+
+    def update_bytes(self, together: bool) -> int:
+        """Bytes that AdamW's update holds beside parameters, gradients and state, in whole units."""
+        sizes = [self.rounded(meta.nbytes) for meta in self.trained()]
+        return sum(sizes) if together else LOOP_COPIES * max(sizes, default=0)
 
     def rounded(self, nbytes: int) -> int:
         """In whole units."""
         return -(-nbytes // self.rounding) * self.rounding
 
-    def _new(self, meta: TensorMeta, owner: str) -> _Storage:
-        found = _Storage(self.rounded(meta.nbytes), owner)
-        return found
+    def _new(self, meta: TensorMeta, owner: str, kind: str = WORKING) -> _Storage:
+        return _Storage(meta.nbytes, self.rounded(meta.nbytes), owner, kind)
 
     def _hold(self, storage: _Storage) -> _Storage:
         if storage.holders == 0:
-            self.now += storage.nbytes
-            self.by_owner[storage.owner] += storage.nbytes
+            self._count(storage, 1)
         storage.holders += 1
         return storage
 
     def _release(self, storage: _Storage) -> None:
         storage.holders -= 1
         if storage.holders == 0:
-            self.now -= storage.nbytes
-            self.by_owner[storage.owner] -= storage.nbytes
+            self._count(storage, -1)
+
+    def _count(self, storage: _Storage, sign: int) -> None:
+        self.now += sign * storage.nbytes
+        for sums, what in ((self.by_owner, storage.owner), (self.by_kind, storage.kind)):
+            sums[what] += sign * storage.exact
+            sums[ROUNDING] += sign * (storage.nbytes - storage.exact)
+
+    def _is(self, storage: _Storage, kind: str) -> None:
+        """What was made for the moment turns out to be kept."""
+        if storage.kind == WORKING and kind != WORKING:
+            if storage.holders:
+                self.by_kind[WORKING] -= storage.exact
+                self.by_kind[kind] += storage.exact
+            storage.kind = kind
+
+    def _beside(self, nbytes: int, what: str, at: str) -> None:
+        """Bytes that are held for a moment."""
+        held = _Storage(nbytes, nbytes, what, what)
+        self._hold(held)
+        self._note(at)
+        self._release(held)
 
     def _note(self, at: str) -> None:
         if self.now > self.peak[0]:
-            self.peak = (self.now, at, Counter({k: v for k, v in self.by_owner.items() if v}))
+            owners, kinds = (Counter({k: v for k, v in x.items() if v}) for x in (self.by_owner, self.by_kind))
+            self.peak = (self.now, at, owners, kinds)
 
     def _function(
         self, function: Function, index: int, given: dict[str, _Storage], path: str = ""
     ) -> dict[str, _Storage]:
         """Run one function; `given`: storages of its arguments, held by the caller. What it returns is held."""
         held: dict[str, _Storage] = {}
+        kept_as = dict.fromkeys((x.name for x in function.saved), ACTIVATIONS)
+        kept_as |= dict.fromkeys((x.name for x in function.gradients if x is not None), GRADIENTS)
+        outer, self.kept_as = self.kept_as, kept_as
         if function.phase is Phase.BACKWARD:
             held |= self.saved.pop((function.block, index), {})
         for step in function.steps:
@@ -141,6 +209,7 @@ class _Live:
         result = {n: self._hold(held.get(n) or given[n]) for n in kept}
         for storage in held.values():
             self._release(storage)
+        self.kept_as = outer
         return result
 
     def _where(self, path: str, module: str, op: str) -> str:
@@ -164,11 +233,15 @@ class _Live:
         owner = self._where(path, step.place.module_path, f"{step.before.value} converted")
         for part in step.steps:
             view = part.step.collective is Collective.SLICE and is_view_slice(whole, part.step, self.program.mesh)
-            at = at if view else self._new(part.after.meta, owner)
+            before = at.exact
+            at = self._hold(at if view else self._new(part.after.meta, owner))
+            staged = staging_bytes(part.step, len(part.after.meta.shape), before, part.after.meta.nbytes)
+            self._beside(self.rounded(staged), STAGING, owner)
             self._set(held, step.after.name, at)
-            self._note(owner)
+            self._release(at)
 
     def _set(self, held: dict[str, _Storage], name: str, storage: _Storage) -> None:
+        self._is(storage, self.kept_as.get(name, WORKING))
         self._hold(storage)
         if name in held:
             self._release(held.pop(name))
@@ -209,7 +282,7 @@ def save_memory(captured: CapturedGraph, program: Program, state_bytes: int, *, 
             if (layout := program.parameters.get(p.name)) is not None
         ),
         "buffers": sum(live.rounded(b.meta.nbytes) for b in captured.buffers),
-        STATE: live.state(state_bytes),
+        STATE: live.state(state_bytes)[1],
     }
     metas = [p.meta for p in captured.parameters] + [b.meta for b in captured.buffers if b.persistent]
     own["whole model, gathered"] = sum(live.rounded(meta.nbytes) for meta in metas)

@@ -123,6 +123,9 @@ class PlanReshard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class PlanPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Memory is that of the emitted program (`cost_model.live`) at its peak, `memory_at`: by kind, and who holds
+    most."""
+
     step_time_us: float
     tokens_per_s: float
     mfu: float
@@ -130,10 +133,13 @@ class PlanPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     breakdown_us: dict[str, float]
     breakdown_bytes: dict[str, int]
     cost_source: str
+    memory_at: str = ""
+    memory_largest: dict[str, int] = {}
 
 
 class PlanSolver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`memory_price` is in µs per byte: what one more byte per device would save."""
+    """`memory_price` is in µs per byte: what one more byte per device would save. `memory_bytes`: what the search
+    counted for this choice, and held against the limit."""
 
     status: str
     objective_us: float
@@ -141,6 +147,7 @@ class PlanSolver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gap: float
     time_s: float
     memory_price: float
+    memory_bytes: int = 0
 
 
 class PlanNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -29,12 +29,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """The most that a device of the stage holds, and when. `contributors`: what -> bytes, the largest first."""
+    """The most that a device of the stage holds, and when.
+
+    `contributors`: what -> bytes, the largest first, modules by their path; `kinds`: the same bytes by what they are.
+    """
 
     stage: int
     peak_bytes: int
     at: str
     contributors: tuple[tuple[str, int], ...]
+    kinds: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         listed = ", ".join(f"{what} {size / 2**20:.1f} MiB" for what, size in self.contributors[:8])

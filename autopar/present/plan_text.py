@@ -15,11 +15,21 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.errors import UserError
-from autopar.ir.plan import AGAIN, Plan, PlanInput, PlanNote, PlanParameter, PlanReshard, memory_limit_bytes
+from autopar.ir.plan import (
+    AGAIN,
+    Plan,
+    PlanInput,
+    PlanNote,
+    PlanParameter,
+    PlanPrediction,
+    PlanReshard,
+    memory_limit_bytes,
+)
 from autopar.present.words import bar, bytes_words, count_words, group_name, pattern_of, shorten, time_words
 
 CONVERSIONS_SHOWN = 6
 NOTES_SHOWN = 8
+LARGEST_SHOWN = 4
 SOURCE_SHOWN = 200
 """Characters of the cost source; the plan's JSON has all of it."""
 
@@ -58,6 +68,8 @@ def plan_view(plan: Plan, width: int) -> RenderableType:
         _section("Memory per device"),
         _shares(plan.predicted.breakdown_bytes, limit or plan.predicted.peak_memory_bytes, bytes_words),
     ]
+    if plan.predicted.memory_largest:
+        parts.append(Text(_at_peak(plan.predicted), style="dim"))
     if any(c.us > 0 for c in plan.conversions):
         parts += [
             _section("Communication that costs most"),
@@ -66,6 +78,12 @@ def plan_view(plan: Plan, width: int) -> RenderableType:
     if plan.notes:
         parts += [_section("Notes"), *notes_view(plan.notes)]
     return Group(*parts, Text(f"\ncosts from: {shorten(plan.predicted.cost_source, SOURCE_SHOWN)}", style="dim"))
+
+
+def _at_peak(p: PlanPrediction) -> str:
+    """When the peak is, and what holds the most of it."""
+    listed = ", ".join(f"{what} {bytes_words(size)}" for what, size in list(p.memory_largest.items())[:LARGEST_SHOWN])
+    return f"peak at {p.memory_at}: {listed}"
 
 
 def _section(title: str) -> Text:

@@ -167,7 +167,7 @@ def test_use_05_binding_constraint() -> None:
 def _half_way(plan: autopar.Plan) -> int:
     """A limit between what the fastest and the smallest plan need."""
     least = search(2, pins={"dp": 2}, objective="memory")
-    return (plan.predicted.peak_memory_bytes + least.predicted.peak_memory_bytes) // 2
+    return (plan.solver.memory_bytes + least.solver.memory_bytes) // 2
 
 
 def test_use_05_an_unknown_name_gives_the_closest() -> None:
