@@ -23,6 +23,7 @@ from autopar.cost_model.prices import MeshPrices
 from autopar.cost_model.replay import replay
 from autopar.cost_model.search_space import mesh_candidates
 from autopar.cost_model.simulate import simulate
+from autopar.cost_model.tasks import Overlap
 from autopar.errors import ClusterError, InfeasibleError, InputError, PlanError, UserError
 from autopar.ir import cluster as description
 from autopar.ir import plan as records
@@ -560,7 +561,8 @@ def timeline_captured(captured: CapturedGraph, plan: records.Plan) -> Timeline:
     state = records.options_of(plan).optimizer_bytes_per_parameter
     work = replay(captured, program, plan, MeshPrices(plan.cluster.spec, mesh), state)
     schedule = build_schedule("none", micro_batches=plan.schedule.micro_batches)
-    found = simulate(schedule, [[work]])
+    profile = plan.cluster.spec.profile
+    found = simulate(schedule, [[work]], overlap=Overlap(**profile.overlap) if profile is not None else None)
     rounding = ROUND if plan.cluster.spec.backend == "nccl" else ROUND_CPU
     memory = step_memory(captured, program, plan), save_memory(captured, program, state, rounding=rounding)
     return replace(found, memory=memory)

@@ -182,7 +182,14 @@ def problems(profile: Profile) -> Iterator[str]:
     for scale in profile.scales:
         if not LEAST_FACTOR <= scale.factor <= MOST_FACTOR:
             yield f"scales ({scale.what}): factor {scale.factor:g}; wanted {LEAST_FACTOR:g} to {MOST_FACTOR:g}"
-    for what, factor in profile.overlap.items():
+    yield from _overlap_problems(profile.overlap)
+
+
+def _overlap_problems(overlap: dict[str, float]) -> Iterator[str]:
+    unknown = sorted(set(overlap) - {"compute", "communication"})
+    if unknown:
+        yield f"overlap has {', '.join(unknown)}; wanted compute and communication"
+    for what, factor in overlap.items():
         if not 1 <= factor <= 100:
             yield f"overlap.{what} is {factor:g}; wanted 1 to 100"
 

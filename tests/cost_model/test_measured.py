@@ -217,6 +217,7 @@ def test_a_profile_survives_the_file(tmp_path: Path) -> None:
         ("sizes = [1000.0, 100000.0", "sizes = [1000.0, 1000.0", "sizes goes from 1000 to 1000; wanted to rise"),
         ("p10 = [10.0", "p10 = [nan", "p10 has nan; wanted numbers above 0"),
         ("members = 2", "members = 1", "members is 1; wanted 2 or more"),
+        ("compute = 1.5", "colour = 1.5", "overlap has colour; wanted compute and communication"),
         ("compute = 1.5", "compute = 0.5", "overlap.compute is 0.5; wanted 1 to 100"),
         ("ranks = 2", "ranks = 0", "ranks is 0; wanted 1 or more"),
     ],
