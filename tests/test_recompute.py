@@ -113,11 +113,11 @@ def test_it_is_there_where_memory_binds_and_only_there():
     free = api.plan_captured(graph, cluster, options=options)
     assert not free.later and free.predicted.step_time_us == least("gpt2", 2, {"tp": 2})[0].predicted.step_time_us
     needed = api.plan_captured(graph, cluster, options=replace(options, objective="memory", allow=()))
-    limit = int(0.9 * max(s.peak_memory_bytes for s in needed.stages))
+    limit = int(0.9 * needed.solver.memory_bytes)
     with pytest.raises(InfeasibleError):
         api.plan_captured(graph, cluster, options=replace(options, allow=(), memory_limit=limit))
     plan = api.plan_captured(graph, cluster, options=replace(options, memory_limit=limit))
-    assert plan.later and plan.predicted.peak_memory_bytes <= limit
+    assert plan.later and plan.solver.memory_bytes <= limit
     assert plan.predicted.step_time_us > free.predicted.step_time_us
     assert plan.explain("transformer.h.0.mlp.c_fc.weight").chosen
 

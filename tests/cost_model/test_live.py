@@ -193,7 +193,7 @@ def test_copies_for_collectives_are_those_that_are_made(what: str, dim: int) -> 
     x = torch.ones(local_shape(meta.shape, before, on))
     with LiveBytes() as live:
         live.see(x)
-        Plain(on, 0, torch.device("cpu")).convert(x, before, after)
+        Plain(on, 0, torch.device("cpu")).convert(x, before, after, meta.shape)
     assert live.peak == sum(sizes) + staging_bytes(step, 2, *sizes)
 
 
