@@ -21,11 +21,11 @@ from autopar.cost_model.build import Priced, build_problem
 from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.prices import MeshPrices
 from autopar.cost_model.wiring import SlotKind, Wiring, wire
-from autopar.ir.graph import CapturedGraph, InputKind
+from autopar.ir.graph import CapturedGraph, InputKind, Phase
 from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.options import Options
-from autopar.ir.plan import Plan
+from autopar.ir.plan import AGAIN, Plan, later_key
 from autopar.ir.problem import INFINITY, Problem, evaluate
 from autopar.ir.solution import Solution, Status
 from autopar.ir.strategy import StrategyTable
@@ -237,8 +237,12 @@ def _ranks_differ(found: list[tuple[Trained, list[Tensor]]]) -> str:
 
 
 def unpriced(of: Case, plan: Plan) -> list[str]:
-    """Reads of the top graph in a layout that is neither the one made nor a priced conversion of it."""
+    """Reads of the top graph in a layout that is neither the one made nor a priced conversion of it.
+
+    The backward reads of the forward what the plan keeps, in the layout that it is kept in.
+    """
     made: dict[str, str] = {}
+    kept = _kept(of, plan)
     strategies = plan.strategies["top"]
     for given in of.captured.top.inputs:
         stored = plan.parameters.get(given.target) if given.kind is InputKind.PARAMETER else None
@@ -248,10 +252,20 @@ def unpriced(of: Case, plan: Plan) -> list[str]:
     wrong = []
     for node in of.captured.top.nodes:
         for ref, wanted in zip(node.refs, strategies[node.key].inputs, strict=True):
-            if wanted != made[ref] and (ref, made[ref], wanted) not in priced:
-                wrong.append(f"{node.key} reads {ref} as {wanted}, made as {made[ref]}")
+            before = kept.get(ref, made[ref]) if node.phase is Phase.BACKWARD else made[ref]
+            if wanted != before and (ref, before, wanted) not in priced:
+                wrong.append(f"{node.key} reads {ref} as {wanted}, made as {before}")
         made.update({o.name: x for o, x in zip(node.outputs, strategies[node.key].outputs, strict=True) if o})
     return wrong
+
+
+def _kept(of: Case, plan: Plan) -> dict[str, str]:
+    """Value of the top graph -> the layout that it waits for the backward in."""
+    later = plan.later.get("top", {})
+    names = {f"{i.kind.value}:{i.target}": i.value.name for i in of.captured.top.inputs}
+    for node in of.captured.top.nodes:
+        names |= {later_key(node.key, k): out.name for k, out in enumerate(node.outputs) if out}
+    return {names.get(key, key): layout for key, layout in later.items() if layout != AGAIN}
 
 
 def _outputs_differ(expected: list[Tensor], found: list[Tensor], rank: int) -> str:
