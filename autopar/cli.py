@@ -567,9 +567,9 @@ def doctor(
 ) -> None:
     """Say what is installed, what this machine has, and whether ranks see each other."""
     arguments.check_positive("--ranks", ranks)
+    from autopar import native
     from autopar.present.doctor import facts
     from autopar.present.tables import facts_table
-    from autopar.runtime import native
 
     with working("doctor") as progress:
         progress("look around", 0.0)

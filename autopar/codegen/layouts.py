@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autopar.errors import CompilerError, PlanError
-from autopar.ir.graph import CapturedGraph, Graph, GraphInput, InputKind, Node
+from autopar.ir.graph import CapturedGraph, Graph, GraphInput, InputKind, Node, tensor_keys
 from autopar.ir.layout import Layout, parse_layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import AGAIN, Plan, later_key
+from autopar.ir.plan import AGAIN, Plan
 from autopar.ir.strategy import Strategy
 
 
@@ -78,20 +78,11 @@ class PlanLayouts:
         planned = self.plan.later.get(graph.name)
         if planned is None:
             return None
-        found: dict[str, Layout | None] = {}
-        for own in graph.inputs:
-            self._later(planned, f"{own.kind.value}:{own.target}", own.value.name, found)
-        for node in graph.nodes:
-            for position, out in enumerate(node.outputs):
-                if out is not None:
-                    key = out.name if node.block is not None else later_key(node.key, position)
-                    self._later(planned, key, out.name, found)
-        return found
-
-    def _later(self, planned: dict[str, str], key: str, value: str, found: dict[str, Layout | None]) -> None:
-        text = planned.get(key)
-        if text is not None:
-            found[value] = None if text == AGAIN else self.parse(text, key)
+        return {
+            value: None if planned[key] == AGAIN else self.parse(planned[key], key)
+            for value, key in tensor_keys(graph).items()
+            if key in planned
+        }
 
     def storage(self, name: str) -> Layout:
         """How a parameter is stored, by its original name."""

@@ -17,7 +17,7 @@ from autopar.cost_model.later import Mode
 from autopar.cost_model.places import Places
 from autopar.cost_model.wiring import SlotKind
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.graph import CapturedGraph, InputKind, TensorMeta
+from autopar.ir.graph import CapturedGraph, InputKind, TensorMeta, tensor_keys
 from autopar.ir.layout import Kind, Layout, local_shape
 from autopar.ir.options import Options
 from autopar.ir.plan import (
@@ -37,7 +37,6 @@ from autopar.ir.plan import (
     PlanStage,
     PlanStrategy,
     asked_options,
-    later_key,
 )
 from autopar.ir.problem import conversions, evaluate
 from autopar.ir.reshard import plan_reshard
@@ -61,7 +60,8 @@ def make_plan(
     model_flops: float,
 ) -> Plan:
     """The plan of one solved problem. `model_flops`: floating point operations of a step, nothing recomputed."""
-    picks = tuple(options_[i] for options_, i in zip(priced.options, solution.choice, strict=False))
+    of_slots = solution.choice[: len(priced.options)]
+    picks = tuple(options_[i] for options_, i in zip(priced.options, of_slots, strict=True))
     memory = _memory(captured, priced, solution, picks, prices, options)
     parameters = _parameters(captured, priced, picks, options)
     resharded = _conversions(captured, priced, solution, prices)
@@ -71,17 +71,13 @@ def make_plan(
     strategies, inputs, outputs = _layouts(captured, priced, solution, picks)
     later = _later(captured, priced, solution)
     modes = Counter(c == AGAIN for kept in later.values() for c in kept.values())
-    saved = (
-        modes[False]
-        if priced.later
-        else sum(bool(saved_readers(w, priced.wiring, prices)) for w in priced.wiring.wires)
-    )
+    waiting = [w for w in priced.wiring.wires if saved_readers(w, priced.wiring, prices)]
     stage = PlanStage(
         index=0,
         devices=max(1, priced.mesh.size),
         blocks=[(_common(b.instances), len(b.instances)) for b in captured.blocks],
         peak_memory_bytes=sum(memory.values()),
-        saved_count=saved,
+        saved_count=modes[False] if priced.later else len(waiting),
         recomputed_count=modes[True],
     )
     return Plan(
@@ -218,18 +214,13 @@ def _conversions(captured: CapturedGraph, priced: Priced, solution: Solution, pr
 def _later(captured: CapturedGraph, priced: Priced, solution: Solution) -> dict[str, dict[str, str]]:
     """`Plan.later` of what the backward asks for."""
     found: dict[str, dict[str, str]] = {}
-    targets = {(g.name, i.value.name): f"{i.kind.value}:{i.target}" for g in captured.graphs for i in g.inputs}
+    keys = {g.name: tensor_keys(g) for g in captured.graphs}
     for chosen in priced.later:
         pick = chosen.choices[solution.choice[chosen.node]]
         if chosen.wire is None or pick.layout is None:
             continue
-        wire, slot = priced.wiring.wires[chosen.wire], priced.wiring.slots[chosen.slot]
-        for graph, name in wire.names:
-            if graph == slot.graph and slot.node is not None:
-                key = later_key(slot.node.key, wire.position)
-            else:
-                key = targets.get((graph, name), name)
-            found.setdefault(graph, {})[key] = AGAIN if pick.mode is Mode.AGAIN else str(pick.layout)
+        for graph, name in priced.wiring.wires[chosen.wire].names:
+            found.setdefault(graph, {})[keys[graph][name]] = AGAIN if pick.mode is Mode.AGAIN else str(pick.layout)
     return found
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from autopar.cost_model.later import Asked, LaterNode, LaterPart, LaterPrices, add_later, later_wires
+from autopar.cost_model.later import Asked, LaterNode, LaterPart, LaterPrices, add_later
 from autopar.cost_model.sums import reduces, waiting_sums
 from autopar.cost_model.wiring import Reader, Slot, SlotKind, Wire, Wiring
 from autopar.errors import CompilerError
@@ -110,11 +110,8 @@ def build_problem(
         value, names = _value(wire, readers, part.asked.get(index, ()), choices, context, waits=index in waiting)
         values.append(value)
         layouts.append(names)
-    if RECOMPUTE in options.allow:
-        waits: tuple[NodeBytes, ...] | tuple[VersionBytes, ...] = part.waiting
-    else:
-        waits = _kept(wiring, tuple(layouts), context)
-    moments = _moments(captured, wiring, choices, waits, context, limit_bytes)
+    saved = _kept(wiring, tuple(layouts), context) if RECOMPUTE not in options.allow else ()
+    moments = _moments(captured, wiring, choices, saved, part.choices, context, limit_bytes)
     problem = Problem(
         name=f"{captured.model_name} on {table.mesh}",
         nodes=(*(node for node, _ in priced), *part.nodes),
@@ -150,10 +147,7 @@ def _later(
         kept_bytes=lambda i, q: made(i, q) * wires[i].saved_count,
         made_bytes=made,
     )
-    chosen = later_wires(wiring, lambda wire: saved_readers(wire, wiring, context.prices))
-    return add_later(
-        wiring, choices, chosen, late, prices, first_node=len(wiring.slots), first_value=len(wires)
-    )  # fmt: skip
+    return add_later(wiring, choices, late, prices)
 
 
 def _options(slot: Slot, context: _Context) -> tuple[Strategy, ...] | tuple[Layout, ...]:
@@ -286,16 +280,16 @@ def _moments(
     captured: CapturedGraph,
     wiring: Wiring,
     choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...],
-    waits: tuple[NodeBytes, ...] | tuple[VersionBytes, ...],
+    saved: tuple[VersionBytes, ...],
+    later: tuple[LaterNode, ...],
     context: _Context,
     limit_bytes: int,
 ) -> tuple[Moment, ...]:
-    """`waits`: what waits for the backward."""
+    """`saved`, or what `later` chooses, waits for the backward."""
     state = tuple(
         _state_bytes(i, choices[i], context, wiring) for i, s in enumerate(wiring.slots) if s.kind is SlotKind.STORAGE
     )
-    state += tuple(w for w in waits if isinstance(w, NodeBytes))
-    saved = tuple(w for w in waits if isinstance(w, VersionBytes))
+    state += tuple(NodeBytes(node=c.node, bytes=c.waiting_bytes) for c in later if c.waiting_bytes)
     fixed = fixed_bytes(captured, wiring)
     base = Moment(name="end of forward", limit_bytes=limit_bytes, fixed_bytes=fixed, nodes=state, versions=saved)
     if limit_bytes <= 0 or math.isinf(limit_bytes):

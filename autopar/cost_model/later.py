@@ -25,7 +25,7 @@ from enum import Enum
 from autopar.cost_model.wiring import Reader, SlotKind, Wire, Wiring
 from autopar.ir.graph import REGION, Phase
 from autopar.ir.layout import Layout
-from autopar.ir.problem import INFINITY, Consumer, NodeBytes, ProblemNode, ProblemValue
+from autopar.ir.problem import INFINITY, Consumer, ProblemNode, ProblemValue
 from autopar.ir.strategy import Strategy
 
 Choices = Sequence[tuple[Strategy, ...] | tuple[Layout, ...]]
@@ -75,24 +75,23 @@ class LaterValue:
     layouts: tuple[Layout | None, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaterPart:
-    """What is added to a problem; `waiting` in bytes per device between forward and backward."""
-
-    nodes: tuple[ProblemNode, ...] = ()
-    values: tuple[ProblemValue, ...] = ()
-    waiting: tuple[NodeBytes, ...] = ()
-    choices: tuple[LaterNode, ...] = ()
-    read: tuple[LaterValue, ...] = ()
-    asked: Mapping[int, tuple[Asked, ...]] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A reader that may ask for a value or not: per strategy of `node`, the layout or None."""
 
     node: int
     wants: tuple[Layout | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaterPart:
+    """What is added to a problem; `asked`: per wire, who reads its own value besides the wiring's readers."""
+
+    nodes: tuple[ProblemNode, ...] = ()
+    values: tuple[ProblemValue, ...] = ()
+    choices: tuple[LaterNode, ...] = ()
+    read: tuple[LaterValue, ...] = ()
+    asked: Mapping[int, tuple[Asked, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,26 +111,7 @@ class LaterPrices:
     made_bytes: Callable[[int, Layout], int]
 
 
-def later_wires(wiring: Wiring, is_late: Callable[[Wire], tuple[int, ...]]) -> tuple[int, ...]:
-    """Wires that get a choice: those with late readers, and what these can be made again from, back to the edge."""
-    made_at = _wire_of_name(wiring)
-    found = {i: None for i, wire in enumerate(wiring.wires) if is_late(wire)}
-    todo = list(found)
-    while todo:
-        wire = wiring.wires[todo.pop()]
-        if not can_run_again(wiring, wire):
-            continue
-        node = wiring.slots[wire.producer].node
-        assert node is not None
-        for ref in node.refs:
-            index = made_at[(wiring.slots[wire.producer].graph, ref)]
-            if index not in found and not at_hand(wiring, wiring.wires[index]):
-                found[index] = None
-                todo.append(index)
-    return tuple(sorted(found))
-
-
-def can_run_again(wiring: Wiring, wire: Wire) -> bool:
+def _can_run_again(wiring: Wiring, wire: Wire) -> bool:
     """True of what a captured forward op makes for readers in its own graph."""
     slot = wiring.slots[wire.producer]
     if slot.kind is not SlotKind.OP or slot.node is None or slot.node.phase is not Phase.FORWARD:
@@ -139,24 +119,15 @@ def can_run_again(wiring: Wiring, wire: Wire) -> bool:
     return slot.node.op != REGION and wire.names[0][0] == slot.graph
 
 
-def at_hand(wiring: Wiring, wire: Wire) -> bool:
+def _at_hand(wiring: Wiring, wire: Wire) -> bool:
     """True of what needs no keeping: parameters, and what the model is called with."""
     slot = wiring.slots[wire.producer]
     return wire.of_parameter or slot.kind is SlotKind.STORAGE or (slot.kind is SlotKind.INPUT and slot.graph == "top")
 
 
-def add_later(
-    wiring: Wiring,
-    choices: Choices,
-    wires: Sequence[int],
-    late: Mapping[int, tuple[int, ...]],
-    prices: LaterPrices,
-    *,
-    first_node: int,
-    first_value: int,
-) -> LaterPart:
-    """The nodes and values of these wires; `late`: per wire, positions of its readers in the backward."""
-    return _Builder(wiring, choices, tuple(wires), late, prices, first_node, first_value).build()
+def add_later(wiring: Wiring, choices: Choices, late: Mapping[int, tuple[int, ...]], prices: LaterPrices) -> LaterPart:
+    """The nodes and values behind those of the wiring. `late`: per wire, positions of its readers in the backward."""
+    return _Builder(wiring, choices, late, prices, _wire_of_name(wiring)).build()
 
 
 def _wire_of_name(wiring: Wiring) -> dict[tuple[str, str], int]:
@@ -173,14 +144,11 @@ def _wire_of_name(wiring: Wiring) -> dict[tuple[str, str], int]:
 class _Builder:
     wiring: Wiring
     choices: Choices
-    wires: tuple[int, ...]
     late: Mapping[int, tuple[int, ...]]
     prices: LaterPrices
-    first_node: int
-    first_value: int
+    wire_of: Mapping[tuple[str, str], int]
     nodes: list[ProblemNode] = field(default_factory=list)
     values: list[ProblemValue] = field(default_factory=list)
-    waiting: list[NodeBytes] = field(default_factory=list)
     found: list[LaterNode] = field(default_factory=list)
     read: list[LaterValue] = field(default_factory=list)
     asked: dict[int, list[Asked]] = field(default_factory=dict)  # wire -> who may ask for it in the backward
@@ -188,15 +156,17 @@ class _Builder:
 
     def build(self) -> LaterPart:
         by_slot: dict[int, list[int]] = {}
-        for index in self.wires:
+        wires = self._wires()
+        for index in wires:
             by_slot.setdefault(self.wiring.wires[index].producer, []).append(index)
         for slot, mine in by_slot.items():
-            again = [i for i in mine if can_run_again(self.wiring, self.wiring.wires[i])]
+            again = [i for i in mine if _can_run_again(self.wiring, self.wiring.wires[i])]
             runner = self._runner(slot) if len(again) > 1 else None
             for index in mine:
                 self._tensor(slot, index, runner, again=index in again)
-        for index in self.wires:
-            self._value(index, next(c for c in self.found if c.wire == index))
+        nodes = {c.wire: c for c in self.found if c.wire is not None}
+        for index in wires:
+            self._value(index, nodes[index])
         asked: dict[int, tuple[Asked, ...]] = {i: (kept,) for i, kept in self.forward.items()}
         for index, askers in self.asked.items():
             wire = self.wiring.wires[index]
@@ -207,17 +177,31 @@ class _Builder:
             else:
                 asked[index] = tuple(askers)  # read where it is
         return LaterPart(
-            nodes=tuple(self.nodes), values=tuple(self.values), waiting=tuple(self.waiting),
-            choices=tuple(self.found), read=tuple(self.read), asked=asked,
+            nodes=tuple(self.nodes), values=tuple(self.values), choices=tuple(self.found), read=tuple(self.read),
+            asked=asked,
         )  # fmt: skip
 
+    def _wires(self) -> tuple[int, ...]:
+        """Wires that get a choice: those with late readers, and what these can be made again from, back to the edge."""
+        found = set(self.late)
+        todo = list(found)
+        while todo:
+            wire = self.wiring.wires[todo.pop()]
+            if not _can_run_again(self.wiring, wire):
+                continue
+            slot = self.wiring.slots[wire.producer]
+            assert slot.node is not None
+            for index in {self.wire_of[(slot.graph, ref)] for ref in slot.node.refs} - found:
+                if not _at_hand(self.wiring, self.wiring.wires[index]):
+                    found.add(index)
+                    todo.append(index)
+        return tuple(sorted(found))
+
     def _add(self, name: str, slot: int, wire: int | None, choices: tuple[Later, ...], cost: Sequence[float]) -> int:
-        node = self.first_node + len(self.nodes)
+        node = len(self.wiring.slots) + len(self.nodes)
         self.nodes.append(ProblemNode(name=name, cost_us=tuple(cost)))
         sizes = tuple(self._bytes(wire, c) for c in choices) if wire is not None else ()
         self.found.append(LaterNode(node=node, slot=slot, wire=wire, choices=choices, waiting_bytes=sizes))
-        if sizes:
-            self.waiting.append(NodeBytes(node=node, bytes=sizes))
         return node
 
     def _strategies(self, slot: int) -> list[Strategy]:
@@ -301,19 +285,13 @@ class _Builder:
         """What runs again reads its inputs in the backward."""
         op, strategies = self.wiring.slots[slot].node, self._strategies(slot)
         assert op is not None
-        wire_of = self._names()
         for position, ref in enumerate(op.refs):
-            index = wire_of[(self.wiring.slots[slot].graph, ref)]
+            index = self.wire_of[(self.wiring.slots[slot].graph, ref)]
             wants = tuple(
                 strategies[c.strategy].inputs[position] if c.mode is Mode.AGAIN and c.strategy >= 0 else None
                 for c in choices
             )
             self.asked.setdefault(index, []).append(Asked(node, wants))
-
-    def _names(self) -> dict[tuple[str, str], int]:
-        if not hasattr(self, "_cached"):
-            self._cached = _wire_of_name(self.wiring)
-        return self._cached
 
     def _value(self, index: int, own: LaterNode | None) -> None:
         """What the readers in the backward read: made by the tensor's choice, or there as a parameter is stored."""
@@ -336,7 +314,7 @@ class _Builder:
                 for q in wanted - {p}:
                     table[at[p]][at[q]] = self.prices.convert_us(index, p, q)
         graph, name = wire.names[0]
-        self.read.append(LaterValue(value=self.first_value + len(self.values), wire=index, layouts=names))
+        self.read.append(LaterValue(value=len(self.wiring.wires) + len(self.values), wire=index, layouts=names))
         self.values.append(
             ProblemValue(
                 name=f"later:{graph}:{name}:{index}", producer=producer, made=tuple(at[p] for p in made),

@@ -212,6 +212,19 @@ class Graph:
         return "\n".join(lines)
 
 
+def tensor_keys(graph: Graph) -> dict[str, str]:
+    """Value name -> its address, the same in every capture: "input:0" of an input, else its op's key.
+
+    A further output of an op has its position behind that: "[1]".
+    """
+    found = {i.value.name: f"{i.kind.value}:{i.target}" for i in graph.inputs}
+    for node in graph.nodes:
+        for position, out in enumerate(node.outputs):
+            if out is not None:
+                found[out.name] = f"{node.key}[{position}]" if position else node.key
+    return found
+
+
 def _unmeasured(outputs: tuple[Value | None, ...]) -> tuple[Value | None, ...]:
     """Without the size of a token, which is measured and not the same for every batch."""
     return tuple(

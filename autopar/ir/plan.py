@@ -19,11 +19,6 @@ AGAIN = "again"
 """In `Plan.later`: the tensor is made once more in the backward."""
 
 
-def later_key(node_key: str, position: int) -> str:
-    """What `Plan.later` calls output `position` of an op."""
-    return node_key if position == 0 else f"{node_key}[{position}]"
-
-
 class PlanModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     parameters: int
@@ -161,8 +156,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     `strategies`: graph name -> node key -> strategy. `inputs` and `outputs`: graph name -> input target or output
     position -> layout. `conversions` are those paid for by the objective. `later`: graph name -> tensor that the
-    backward asks for (`later_key`, or input target) -> the layout that it is kept in, or `AGAIN`; of a graph that it
-    doesn't name, all that the backward reads is kept as the forward made it.
+    backward asks for (`ir.graph.tensor_keys`) -> the layout that it is kept in, or `AGAIN`; of a graph that it doesn't
+    name, all that the backward reads is kept as the forward made it.
     """
 
     format: str = FORMAT

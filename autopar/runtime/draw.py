@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime import native, philox
+from autopar import native
+from autopar.runtime import philox
 from autopar.runtime.philox import Space, Stream
 
 DTYPES = {torch.float32: 1, torch.float64: 2, torch.bfloat16: 3}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.solver.api import relaxation_bound_us, relaxed, solve
+from autopar.solver.api import relaxed, solve
 from autopar.solver.bound import lower_bound_us
 from autopar.solver.dump import dump_problem, load_problem
 from autopar.solver.memory import LeastMemory, largest_terms, minimise_memory
@@ -23,7 +23,6 @@ __all__ = [
     "lower_bound_us",
     "minimise_memory",
     "reduce_problem",
-    "relaxation_bound_us",
     "relaxed",
     "solve",
     "solve_stages",

@@ -163,13 +163,11 @@ def check_numbers(problem: Problem) -> None:
             raise ValueError(f"moment {moment.name}: bytes must not be negative")
 
 
-def relaxation_bound_us(problem: Problem) -> float:
-    """No choice costs less than this: the optimum of the LP relaxation, inf where even that cannot fit."""
-    return relaxed(problem)[0]
-
-
 def relaxed(problem: Problem) -> tuple[float, float]:
-    """The LP relaxation: its optimum (inf where even that cannot fit), and what a byte more would save of it in µs."""
+    """The LP relaxation: its optimum in µs, which no choice beats, and what a byte more would save of it.
+
+    (inf, inf) where even that cannot fit.
+    """
     model = build_model(problem)
     lp = backend_named("highs").lp(model.linear, None)
     if lp.status is LinearStatus.INFEASIBLE:

@@ -21,11 +21,11 @@ from autopar.cost_model.build import Priced, build_problem
 from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.prices import MeshPrices
 from autopar.cost_model.wiring import SlotKind, Wiring, wire
-from autopar.ir.graph import CapturedGraph, InputKind, Phase
+from autopar.ir.graph import CapturedGraph, InputKind, Phase, tensor_keys
 from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.options import Options
-from autopar.ir.plan import AGAIN, Plan, later_key
+from autopar.ir.plan import AGAIN, Plan
 from autopar.ir.problem import INFINITY, Problem, evaluate
 from autopar.ir.solution import Solution, Status
 from autopar.ir.strategy import StrategyTable
@@ -262,10 +262,8 @@ def unpriced(of: Case, plan: Plan) -> list[str]:
 def _kept(of: Case, plan: Plan) -> dict[str, str]:
     """Value of the top graph -> the layout that it waits for the backward in."""
     later = plan.later.get("top", {})
-    names = {f"{i.kind.value}:{i.target}": i.value.name for i in of.captured.top.inputs}
-    for node in of.captured.top.nodes:
-        names |= {later_key(node.key, k): out.name for k, out in enumerate(node.outputs) if out}
-    return {names.get(key, key): layout for key, layout in later.items() if layout != AGAIN}
+    keys = tensor_keys(of.captured.top)
+    return {value: later[key] for value, key in keys.items() if later.get(key, AGAIN) != AGAIN}
 
 
 def _outputs_differ(expected: list[Tensor], found: list[Tensor], rank: int) -> str:

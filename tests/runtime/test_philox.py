@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.runtime import draw, native, philox
+from autopar import native
+from autopar.runtime import draw, philox
 from autopar.runtime.philox import Space, Stream, space
 
 CPU = torch.device("cpu")
@@ -176,7 +177,7 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch)
 def test_without_kernels_it_says_why() -> None:
     """A process of its own: what is found is found once."""
     done = subprocess.run(
-        [sys.executable, "-c", "from autopar.runtime import native; print(native.found())"],
+        [sys.executable, "-c", "from autopar import native; print(native.found())"],
         env={**os.environ, "AUTOPAR_NATIVE": "off"}, cwd=Path(__file__).parents[2], capture_output=True, text=True,
         timeout=60, check=True,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The native search (native/pairwise), through ctypes. The library is found by `runtime.native`."""
+"""The native search (native/pairwise), through ctypes. The library is found by `autopar.native`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import CompilerError
-from autopar.runtime.native import kernels as built_kernels
+from autopar.native import kernels as built_kernels
 from autopar.solver.linear import Ints
 from autopar.solver.pairwise.model import PairwiseModel
 from autopar.solver.pairwise.problem import PairwiseProblem
@@ -109,7 +109,7 @@ class Reduced:
 
 @cache
 def library() -> Any:
-    """The library with its functions declared, or None (`runtime.native.found` says why)."""
+    """The library with its functions declared, or None (`autopar.native.found` says why)."""
     kernels = built_kernels()
     if kernels is None:
         return None

@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.errors import CompilerError
 from autopar.ir.solution import Status
-from autopar.runtime.native import found
+from autopar.native import found
 from autopar.solver.linear import Ints
 from autopar.solver.pairwise.exact import solve_exactly
 from autopar.solver.pairwise.fallback import pass_messages

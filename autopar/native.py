@@ -20,7 +20,7 @@ from typing import Any
 
 from autopar.errors import CompilerError
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parent
 NAME = "libautopar_kernels.so"
 
 _POINTER, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
