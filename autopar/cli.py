@@ -209,7 +209,9 @@ def predict(
     zero: Annotated[int, Parameter(help="0, or cut over dp: 1 optimizer, 2 gradients, 3 parameters as well.")] = 1,
     shard_group: Annotated[int, Parameter(help="ZeRO over so many neighbours; 0: over all.")] = 0,
     chunks: Annotated[int, Parameter(help="Parts of the model on each stage (interleaved schedule).")] = 1,
-    schedule: Annotated[str, Parameter(help="1f1b, interleaved, gpipe, zb-h1, zb-h2; default by --pp, --chunks.")] = "",
+    schedule: Annotated[
+        str, Parameter(help="1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v; default by --pp, --chunks.")
+    ] = "",
     micro_batch: Annotated[int, Parameter(help="Sequences of one micro-batch on one rank.")] = 1,
     global_batch: Annotated[
         int | None, Parameter(help="Sequences of one step; default: dp × micro-batch × pp.")

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.cost_model.held import stage_memory
-from autopar.cost_model.orders import KINDS, Order, numbered
+from autopar.cost_model.orders import KINDS, Floats, Ints, Order, numbered
 from autopar.cost_model.tasks import BUBBLE, EXPOSED, HIDDEN, Overlap, Ran, Runner, to_the_end
 from autopar.ir.schedule import ActionKind, Schedule
 from autopar.ir.timeline import Span, Timeline
@@ -144,8 +144,9 @@ class _Stage:
 class _Pipeline:
     """Runs the actions of all stages, each as soon as it can.
 
-    Of micro-batch j at part g, `inputs[g·m + j]` is when its input is there, `gradients[g·m + j]` the gradient of its
-    output; -1 before that is known.
+    `ready` holds when things arrive, -1 before that is known: of micro-batch j at part g its input at g·m + j and the
+    gradient of its output at (parts + g)·m + j; after them a cell that is there from the start, for what waits for
+    nothing, and one that nobody reads. A link is 2·(sender's part), and 1 more for forwards; `send` its µs for each.
     """
 
     def __init__(self, schedule: Schedule, orders: list[Order], stages: list[_Stage], overlap_sends: bool) -> None:
@@ -154,9 +155,10 @@ class _Pipeline:
         self.stages = stages
         self.overlap_sends = overlap_sends
         parts, count = schedule.parts, schedule.micro_batches
-        self.inputs = [0.0] * count + [-1.0] * (count * (parts - 1))
         # The last part's backward follows its own forward, which stands before it on the same stage.
-        self.gradients = [-1.0] * (count * (parts - 1)) + [0.0] * count
+        self.ready = [0.0] * count + [-1.0] * (2 * count * (parts - 1)) + [0.0] * (count + 2)
+        self.begun, self.nobody = 2 * parts * count, 2 * parts * count + 1
+        self.send = [0.0] * (2 * parts)
         self.link_free = [0.0] * (2 * parts)
 
     def run(self) -> None:
@@ -166,19 +168,18 @@ class _Pipeline:
             for work in stage.work:
                 free[s] = stage.do(work.begin, free[s])
         going = [self._actions(stage, order, free) for stage, order in zip(self.stages, self.orders, strict=True)]
-        left = sum(len(order.pairs) for order in self.orders)
-        while left:
-            done = sum(next(actions) for actions in going)
-            if not done:
-                stuck = [s for s, o in enumerate(self.orders) if len(self.stages[s].ends) < len(o.pairs)]
+        wanted, done = sum(len(order.slots) for order in self.orders), 0
+        while done < wanted:
+            before, done = done, sum(next(actions) for actions in going)
+            if done == before:
+                stuck = [s for s, o in enumerate(self.orders) if len(self.stages[s].starts) < len(o.slots)]
                 raise ValueError(f"schedule {self.schedule.name}: stages {stuck} wait for ever")
-            left -= done
         for s, stage in enumerate(self.stages):
             begun = any(w.begin for w in stage.work)
             stage.first = 0.0 if begun or not stage.starts else stage.starts[0]
             stage.over = free[s]
 
-    def _table(self, stage: _Stage, order: Order) -> list[_Entry]:
+    def _slots(self, stage: _Stage, order: Order) -> list[_Slot]:
         """One entry a slot. Counts what the actions take."""
         schedule, count = self.schedule, self.schedule.micro_batches
         found = []
@@ -198,55 +199,64 @@ class _Pipeline:
             for key in keys:
                 again = times[slot] - len(keys) + 1 if key is keys[0] else 1
                 stage.count_run(stage.lists[key], again)
+            link = -1
             if us:
                 stage.spent[(HIDDEN if self.overlap_sends else EXPOSED) + SEND] += us * times[slot]
                 stage.busy += 0.0 if self.overlap_sends else us * times[slot]
-            base = part * count
-            reads = self.inputs if kind is F else None if kind is W else self.gradients
-            writes = (self.inputs if kind is F else self.gradients) if to >= 0 else None
+                link = 2 * part + (kind is F)
+                self.send[link] = us
             plain, first, last = (stage.lists[stage.key(kind, chunk, j)].us for j in (1, 0, count - 1))
-            if count <= 2:
-                plain = first
-            found.append((base, reads, plain, first, last, writes, to * count, us, 2 * part + (kind is F)))
+            gradients = 0 if kind is F else schedule.parts * count
+            reads = -1 if kind is W else gradients + part * count
+            writes = gradients + to * count if to >= 0 else -1
+            found.append((reads, writes, plain, first, last, link))
         return found
 
     def _actions(self, stage: _Stage, order: Order, free: list[float]) -> Iterator[int]:
-        """Run the actions of a stage. Gives, each time that one has to wait for another stage, how many ran since."""
-        table = self._table(stage, order)
-        now, link_free, overlap = free[stage.number], self.link_free, self.overlap_sends
-        starts, ends = stage.starts, stage.ends
-        last_j = self.schedule.micro_batches - 1
-        done = 0
-        for slot, j in order.pairs:
-            base, reads, plain, first, last, writes, to, send_us, link = table[slot]
-            if reads is not None:
-                while (ready := reads[base + j]) < 0:
-                    yield done
-                    done = 0
-                if ready > now:
-                    now = ready
+        """Run the actions of a stage. Gives, each time that one has to wait for another stage, how many ran so far."""
+        slots, at = order.slots, order.micro_batches
+        table = np.array(self._slots(stage, order), dtype=np.float64)
+        reads, writes, links = (table[:, k].astype(np.int64)[slots] for k in (0, 1, 5))
+        lasting = _lasting(table[:, 2:5], slots, at, self.schedule.micro_batches)
+        ready, send, link_free, overlap = self.ready, self.send, self.link_free, self.overlap_sends
+        now, starts = free[stage.number], stage.starts
+        for cell, us, told, link in zip(
+            np.where(reads < 0, self.begun, reads + at).tolist(),
+            lasting.tolist(),
+            np.where(writes < 0, self.nobody, writes + at).tolist(),
+            links.tolist(),
+            strict=True,
+        ):
+            while (when := ready[cell]) < 0:
+                yield len(starts)
+            if when > now:
+                now = when
             starts.append(now)
-            now += plain if 0 < j < last_j else last if j else first
-            ends.append(now)
-            if writes is not None:
-                if not send_us:
-                    writes[to + j] = now
-                elif overlap:
-                    begin = link_free[link]
-                    writes[to + j] = link_free[link] = (begin if begin > now else now) + send_us
-                else:
-                    now += send_us
-                    writes[to + j] = now
-            done += 1
+            now += us
+            if link < 0:
+                ready[told] = now
+            elif overlap:
+                begin = link_free[link]
+                link_free[link] = ready[told] = (begin if begin > now else now) + send[link]
+            else:
+                now += send[link]
+                ready[told] = now
         free[stage.number] = now
+        stage.ends = (np.array(starts) + lasting).tolist()
         while True:
-            yield done
-            done = 0
+            yield len(starts)
 
 
-_Entry = tuple[int, list[float] | None, float, float, float, list[float] | None, int, float, int]
-"""Of a slot: first place of its part in `reads`, what it waits in, µs of a middle, the first and the last micro-batch,
-what it tells, first place there, µs of the send, which link."""
+def _lasting(us: Floats, slots: Ints, micro_batches: Ints, count: int) -> Floats:
+    """µs of each action; `us[slot]`: of a middle, the first and the last micro-batch."""
+    which = np.where(micro_batches == 0, 1, np.where(micro_batches == count - 1, 2, 0))
+    found: Floats = us[slots, which]
+    return found
+
+
+_Slot = tuple[int, int, float, float, float, int]
+"""Of a slot: first cell of its part that it waits for and first that it tells (-1: none), µs of a middle, the first and
+the last micro-batch, which link (-1: none)."""
 
 
 def _after_actions(stage: _Stage, overlap_sync: bool) -> float:

@@ -6,10 +6,13 @@ gpipe        all forwards, then all backwards
 interleaved  1F1B over v chunks a stage, micro-batches in groups of P or more (Narayanan et al., arXiv 2104.04473)
 zb-h1        1F1B whose weight halves wait to fill the drain; in flight as 1F1B's first stage (arXiv 2401.10241)
 zb-h2        the same, and the ramp filled with further forwards: no bubble, twice the activations
+zb-v         two chunks a stage, placed as a V: no bubble where F, I and W take equally long, and no more activations
+             than 1F1B's first stage, on every stage (arXiv 2401.10241, section 6; "V-ZB" of arXiv 2405.15362)
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from autopar.ir.schedule import Action, ActionKind, Schedule
@@ -30,10 +33,15 @@ def build_schedule(name: str, *, stages: int = 1, micro_batches: int = 1, chunks
         )
     if name == "none" and stages > 1:
         raise ValueError(f"schedule none: {stages} stages: wanted 1, or a pipeline schedule")
-    if name != "interleaved" and chunks > 1:
+    v_shaped = name in V_SHAPED
+    if v_shaped and chunks != 2:
+        raise ValueError(f"schedule {name}: {chunks} chunks: wanted 2, down and up again")
+    if name != "interleaved" and not v_shaped and chunks > 1:
         raise ValueError(f"schedule {name}: {chunks} chunks: wanted 1; interleaved takes more")
     orders = _BUILDERS[name](stages, micro_batches, chunks)
-    return Schedule(name=name, stages=stages, chunks=chunks, micro_batches=micro_batches, orders=tuple(orders))
+    return Schedule(
+        name=name, stages=stages, chunks=chunks, micro_batches=micro_batches, orders=tuple(orders), v_shaped=v_shaped
+    )
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -58,7 +66,7 @@ def _alternate(forwards: Order, backwards: Order, ahead: int) -> Order:
     """`ahead` forwards, then one forward and one backward until the forwards are done, then the other backwards."""
     ahead = min(ahead, len(forwards))
     left = len(forwards) - ahead
-    pairs = (x for pair in zip(forwards[ahead:], backwards[:left], strict=True) for x in pair)
+    pairs = itertools.chain.from_iterable(zip(forwards[ahead:], backwards[:left], strict=True))
     return (*forwards[:ahead], *pairs, *backwards[left:])
 
 
@@ -114,6 +122,50 @@ def _zb_h2(stages: int, micro_batches: int, chunks: int) -> list[Order]:
     return _zero_bubble(stages, micro_batches, lambda i: 2 * (stages - 1 - i), lambda i: 2 * i)
 
 
+def _zb_v(stages: int, micro_batches: int, chunks: int) -> list[Order]:
+    """Let F, I and W of a chunk take 1 each. Of p stages, stage i begins at i and then never waits:
+
+        2(p − i) − 1 times  F0                       until the first micro-batch is back from the turn
+        i times             F1 F0                    until its gradient comes down
+        p − i times         F1 I1 W1                 until that is back from the turn
+        m − 2p + 1 + i      F0 I0 W0 F1 I1 W1        until forwards begin to lack: F0, then F1
+        p − i − 1           I0 W0 F1 I1 W1
+        i times             I0 I1                    weight halves wait, so that gradients go up without a stop
+        p − i times         I0 W                     of what is owed, the oldest first
+        2i times            W
+
+    Held at most: 2p halves of a stage's layers, on every stage. With fewer than 2p micro-batches it is the order of
+    2p without the others: what remains waits for nothing new.
+    """
+    count = max(micro_batches, 2 * stages)
+    rows = {(k, c): _row(k, count, c) for k in (F, I, W) for c in (0, 1)}
+    orders = [_v_order(stages, i, count, rows) for i in range(stages)]
+    return [tuple(a for a in order if a.micro_batch < micro_batches) for order in orders]
+
+
+def _v_order(stages: int, i: int, count: int, rows: dict[tuple[ActionKind, int], Order]) -> Iterator[Action]:
+    f0, i0, w0 = (iter(rows[k, 0]) for k in (F, I, W))
+    f1, i1, w1 = (iter(rows[k, 1]) for k in (F, I, W))
+    rounds: tuple[tuple[int, tuple[Iterator[Action], ...]], ...] = (
+        (2 * (stages - i) - 1, (f0,)),
+        (i, (f1, f0)),
+        (stages - i, (f1, i1, w1)),
+        (count - 2 * stages + 1 + i, (f0, i0, w0, f1, i1, w1)),
+        (stages - i - 1, (i0, w0, f1, i1, w1)),
+        (i, (i0, i1)),
+    )
+    for times, turns in rounds:
+        for _ in range(times):
+            yield from map(next, turns)
+    owed = itertools.chain.from_iterable(itertools.zip_longest(w0, w1))
+    weights = (action for action in owed if action is not None)
+    for action in i0:
+        yield action
+        yield next(weights)
+    yield from weights
+
+
+V_SHAPED = ("zb-v",)
 _BUILDERS: dict[str, Callable[[int, int, int], list[Order]]] = {
     "none": _one_forward_one_backward,
     "gpipe": _gpipe,
@@ -121,4 +173,5 @@ _BUILDERS: dict[str, Callable[[int, int, int], list[Order]]] = {
     "interleaved": _interleaved,
     "zb-h1": _zb_h1,
     "zb-h2": _zb_h2,
+    "zb-v": _zb_v,
 }

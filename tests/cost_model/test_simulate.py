@@ -13,6 +13,7 @@ from autopar.cost_model.tasks import Overlap, Runner
 from autopar.ir.schedules import build_schedule
 from autopar.ir.timeline import Timeline
 from autopar.ir.work import Section, StageWork, Task
+from tests.cost_model.slow_replay import SlowReplay, most_held
 
 
 def tasks(*us: float, kind: str = "matmul") -> tuple[Task, ...]:
@@ -46,6 +47,7 @@ def test_bubbles(p: int, m: int) -> None:
     # A third: (p-1)(F + I - W) of the halves, 100 each, against (p-1)·300.
     assert step("zb-h1", p, max(m, 2 * p)).step_us == pytest.approx(max(m, 2 * p) * 300 + (p - 1) * 100)
     assert step("zb-h2", p, max(m, 2 * p)).step_us == pytest.approx(max(m, 2 * p) * 300)
+    assert step("zb-v", p, max(m, 2 * p), 2).step_us == pytest.approx(max(m, 2 * p) * 300)
     for v in (2, 4):
         assert step("interleaved", p, m, v).step_us == pytest.approx(ideal * (1 + (p - 1) / (v * m)))
 
@@ -59,6 +61,7 @@ def test_micro_batches_that_are_no_multiple_of_the_stages() -> None:
 def test_a_joint_end_makes_the_second_zero_bubble_schedule_wait() -> None:
     # Stages end (p-1)·F apart; an optimizer that needs all of them waits for the last.
     assert step("zb-h2", 4, 16, joint_end=True).step_us == pytest.approx(16 * 300 + 3 * 100)
+    assert step("zb-v", 4, 16, 2, joint_end=True).step_us == pytest.approx(16 * 300 + 3 * 50)  # of half a stage
     assert step("1f1b", 4, 16, joint_end=True).step_us == step("1f1b", 4, 16).step_us
 
 
@@ -171,7 +174,7 @@ def test_work_that_does_not_fit_the_schedule() -> None:
 
 
 US = st.floats(0, 1000, allow_nan=False)
-NAMES = st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1)])
+NAMES = st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)])
 
 
 @st.composite
@@ -215,6 +218,35 @@ def test_more_work_is_never_faster_and_more_bytes_never_less(
     after = simulate(schedule, grown, overlap_sends=sends, joint_end=joint)
     assert after.step_us >= before.step_us - 1e-6
     assert all(a.peak_bytes >= b.peak_bytes for a, b in zip(after.memory, before.memory, strict=True))
+
+
+@settings(max_examples=200, deadline=None)
+@given(uneven(), st.booleans(), st.data())
+def test_every_time_is_the_slow_replays(
+    drawn: tuple[str, int, int, int, list[list[StageWork]]], sends: bool, data: st.DataObject
+) -> None:
+    """Starts, ends, step and memory, with a first forward and a last backward of their own."""
+    name, p, m, v, rows = drawn
+    schedule = build_schedule(name, stages=p, micro_batches=m, chunks=v)
+    size = st.integers(0, 50)
+
+    def special(one: StageWork) -> StageWork:
+        own = {
+            "first_forward": tasks(data.draw(US)) if data.draw(st.booleans()) else (),
+            "last_backward": tasks(data.draw(US)) if data.draw(st.booleans()) else (),
+            "begin": tasks(data.draw(US)) if data.draw(st.booleans()) else (),
+            "transient_bytes": data.draw(size), "end_bytes": data.draw(size),
+        }  # fmt: skip
+        left = data.draw(st.one_of(st.none(), st.integers(0, one.held_bytes)))
+        return replace(one, held_for_weights_bytes=left, sync=(), end=(), **own)  # type: ignore[arg-type]
+
+    works = [[special(one) for one in row] for row in rows]
+    slow, fast = SlowReplay(schedule, works, sends), simulate(schedule, works, overlap_sends=sends)
+    for ours, theirs in ((fast.starts, slow.starts), (fast.ends, slow.ends)):
+        assert [list(x) for x in ours] == [pytest.approx(x, rel=1e-9, abs=1e-9) for x in theirs]
+    first = [0.0 if any(w.begin for w in row) else times[0] for row, times in zip(works, slow.starts, strict=True)]
+    assert fast.step_us == pytest.approx(max(map(float.__sub__, slow.free, first)), rel=1e-9, abs=1e-9)
+    assert [s.peak_bytes for s in fast.memory] == [most_held(schedule, s, row) for s, row in enumerate(works)]
 
 
 @settings(max_examples=100, deadline=None)

@@ -15,7 +15,7 @@ F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 @pytest.mark.parametrize("name", schedule_names())
 def test_every_size_runs(name: str) -> None:
-    chunks = (1, 2, 3) if name == "interleaved" else (1,)
+    chunks = {"interleaved": (1, 2, 3), "zb-v": (2,)}.get(name, (1,))
     stages = (1,) if name == "none" else (1, 2, 3, 4, 5)
     for p, v, m in itertools.product(stages, chunks, range(1, 14)):
         check_schedule(build_schedule(name, stages=p, chunks=v, micro_batches=m))
@@ -33,6 +33,27 @@ def test_gpipe_holds_all_and_zero_bubble_what_its_paper_says() -> None:
         for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")
     }
     assert held == {"gpipe": 16, "1f1b": 4, "zb-h1": 4, "zb-h2": 7}  # H2: 2p - 1
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+def test_v_holds_what_the_first_stage_of_1f1b_does(p: int) -> None:
+    """2p halves of a stage's layers, on every stage; no more with few micro-batches."""
+    for m in (2 * p, 2 * p + 1, 5 * p):
+        schedule = build_schedule("zb-v", stages=p, micro_batches=m, chunks=2)
+        assert [in_flight(schedule, i) for i in range(p)] == [2 * p] * p
+    for m in range(1, 2 * p):
+        schedule = build_schedule("zb-v", stages=p, micro_batches=m, chunks=2)
+        assert max(in_flight(schedule, i) for i in range(p)) <= min(2 * p, 2 * m)
+
+
+def test_v_goes_down_and_up_again() -> None:
+    v = build_schedule("zb-v", stages=3, micro_batches=6, chunks=2)
+    assert [v.place(g) for g in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
+    assert all(v.part(*v.place(g)) == g for g in range(6))
+    assert " ".join(map(str, build_schedule("zb-v", stages=2, micro_batches=4, chunks=2).orders[1])) == (
+        "F0.0 F1.0 F0.1 F1.1 I1.0 W1.0 F0.2 I0.0 W0.0 F1.2 I1.1 W1.1 F0.3 I0.1 W0.1 F1.3 I1.2 W1.2 "
+        "I0.2 I1.3 I0.3 W0.2 W1.3 W0.3"
+    )
 
 
 def test_order_of_1f1b_and_interleaved() -> None:
@@ -69,3 +90,5 @@ def test_sizes_that_a_schedule_lacks() -> None:
         build_schedule("none", stages=2)
     with pytest.raises(ValueError, match="interleaved takes more"):
         build_schedule("1f1b", stages=2, chunks=2)
+    with pytest.raises(ValueError, match="zb-v: 1 chunks: wanted 2"):
+        build_schedule("zb-v", stages=2)

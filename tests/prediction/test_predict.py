@@ -168,6 +168,19 @@ def test_other_devices_than_the_cluster_has() -> None:
         price(cluster=load_cluster("dgx-h100:1"), tp=2)
 
 
+def test_a_v_of_stages_waits_less_and_holds_no_more() -> None:
+    """Both ends of the model on its first stage; as many layers in flight as on the first stage of 1F1B."""
+    sizes = {"pp": 4, "global_batch": 16, "zero": 0}
+    plain = price(**sizes, schedule="1f1b")
+    v = price(**sizes, schedule="zb-v", chunks=2)
+    assert v.breakdown_us["bubble"] < plain.breakdown_us["bubble"] / 4
+    assert v.step_time_us < plain.step_time_us
+    held = [
+        sum(size for what, size in p.timeline.memory[0].contributors if what.startswith("held")) for p in (plain, v)
+    ]
+    assert held[1] == pytest.approx(held[0], rel=0.05)
+
+
 def test_a_thousand_devices() -> None:
     """16 stages of 8 chunks, 1 024 micro-batches."""
     found = price(gpt(128, 1024, 16), tp=8, pp=16, dp=8, chunks=8, global_batch=8 * 1024)
