@@ -18,6 +18,7 @@ from autopar.prediction.layer import Amounts, LayerCost, head_cost, layer_cost
 from autopar.prediction.memory import ChunkMemory, chunk_memory, end_bytes
 from autopar.prediction.setting import Setting
 
+EMBEDDING, LAYERS, ROUTED, HEAD = "embedding", "layers", "layers with experts", "head and loss"
 TENSOR, CONTEXT, EXPERT, DATA, HOST = "comm:tp", "comm:cp", "comm:ep", "comm:dp", "host"
 
 
@@ -124,12 +125,17 @@ class _Builder:
         rates = setting.speed.rates
         memory = _memory(setting, part)
         forward, backward = _Joined(), _Joined()
+        looked_up = self._table(EMBEDDING, part)
+        forward.add(_transfer("embedding, forward: gather parameters", "all-gather", looked_up[0]))
         for cost, count, name in self._groups(part):
-            gather, reduce = self._sharded(name, count)
+            gather, reduce = self._table(HEAD, part) if name == HEAD else self._sharded(name, count)
             forward.add(_tasks(setting, cost.forward * count, f"{name}, forward", gather))
             again = cost.recomputed * count
             tasks = _tasks(setting, cost.backward * count + again, f"{name}, backward", gather, reduce)
             backward.add(tasks)
+        # The gradient of what is looked up needs no table; frameworks gather all the same what a module owns.
+        backward.add(_transfer("embedding, backward: gather parameters", "all-gather", looked_up[0]))
+        backward.add(_transfer("embedding, backward: reduce gradients", "reduce-scatter", looked_up[1]))
         adding = setting.speed.memory_us(rates.accumulate_bytes * memory.trained)
         backward.add([Task(name="add gradients to their sums", kind="pointwise", us=adding)] if adding else [])
         reduced, gathered = self._synchronised(memory)
@@ -154,28 +160,40 @@ class _Builder:
         )
 
     def _groups(self, part: Part) -> list[tuple[LayerCost, int, str]]:
-        found = [(self.plain, part.plain, "layers")]
+        found = [(self.plain, part.plain, LAYERS)]
         if self.routed is not None:
-            found.append((self.routed, part.routed, "layers with experts"))
+            found.append((self.routed, part.routed, ROUTED))
         if part.last:
-            found.append((self.head, 1, "head and loss"))
+            found.append((self.head, 1, HEAD))
         return [group for group in found if group[1]]
 
     def _sharded(self, name: str, count: int) -> tuple[float, float]:
-        """(gather, reduce-scatter) µs of the group's parameters under ZeRO-3, each way."""
-        setting = self.setting
-        config, model = setting.config, setting.model
-        if config.zero < 3 or name == "head and loss":
-            return 0.0, 0.0
-        own = model.attention_parameters / config.tp
-        routed = name == "layers with experts"
-        own += (model.shared_parameters if routed else model.dense_parameters) / config.tp
+        """(gather, reduce-scatter) µs of so many layers' parameters under ZeRO-3, each way."""
+        config, model = self.setting.config, self.setting.model
+        routed = name == ROUTED
+        own = model.attention_parameters + (model.shared_parameters if routed else model.dense_parameters)
         spread = model.expert_parameters / config.ep if routed else 0.0
+        gather, reduce = self._cut(own / config.tp, spread, self.setting.gathered_bytes)
+        return gather * count, reduce * count
+
+    def _table(self, name: str, part: Part) -> tuple[float, float]:
+        """The same of the embedding or the head, where the part holds it; one table where they are tied."""
+        model = self.setting.model
+        here = part.first if name == EMBEDDING else part.last and not (part.first and model.tied)
+        own = model.embedding_parameters / self.setting.config.tp if here else 0.0
+        return self._cut(own, 0.0, float(self.setting.item_bytes))
+
+    def _cut(self, own: float, spread: float, gathered_bytes: float) -> tuple[float, float]:
+        setting = self.setting
+        config = setting.config
+        if config.zero < 3:
+            return 0.0, 0.0
         gather = reduce = 0.0
         for n, ranks, stride in self._held(own, spread, config.sharding_ranks):
-            gather += setting.group_us(Collective.ALL_GATHER, n * setting.gathered_bytes, ranks, stride)
-            reduce += setting.group_us(Collective.REDUCE_SCATTER, n * setting.gradient_bytes, ranks, stride)
-        return gather * count, reduce * count
+            gather += setting.group_us(Collective.ALL_GATHER, n * gathered_bytes, ranks, stride)
+            if config.trains == "all":
+                reduce += setting.group_us(Collective.REDUCE_SCATTER, n * setting.gradient_bytes, ranks, stride)
+        return gather, reduce
 
     def _held(self, own: float, spread: float, ranks: int) -> list[tuple[float, int, int]]:
         """(parameters, ranks that hold them alike, stride): those cut over tp, and experts' cut over ep."""

@@ -98,21 +98,18 @@ def test_state_of_a_parameter(zero: int, wanted: float) -> None:
     assert memory.resident_bytes / memory.own == pytest.approx(wanted, rel=1e-6)
 
 
-def dp_bytes(zero: int, ranks: int, micro_batches: int = 1, **more: object) -> float:
+def dp_bytes(zero: int, ranks: int, micro_batches: int = 1, model: Transformer = SMALL, **more: object) -> float:
     """What one device sends a step for gradients and parameters, over the parameters' bytes: µs at 1 byte per µs."""
-    case = setting(SMALL, plain_cluster(ranks, bytes_per_us=1.0), dp=ranks, zero=zero, precision="fp32", **more)
+    case = setting(model, plain_cluster(ranks, bytes_per_us=1.0), dp=ranks, zero=zero, precision="fp32", **more)
     case = described_links(case)
     (row,) = stage_works(case, build_schedule("none", micro_batches=micro_batches))
     (work,) = row
-    once = [*work.sync, *work.end, *work.first_forward, *work.last_backward]
-    every = [*work.forward, *work.backward]
-    sent = sum(
-        t.us for t in once if t.stream == "comm:dp" and "gather parameters" not in t.name and "layers" not in t.name
-    )
-    sent += micro_batches * sum(t.us for t in every if t.stream == "comm:dp")
-    layers = SMALL.layers * (SMALL.attention_parameters + SMALL.dense_parameters)
-    tables = 0 if zero == 3 else 2 * SMALL.embedding_parameters
-    return sent / (4 * (layers + tables))
+    late = [t for t in (*work.first_forward, *work.last_backward) if t.late]
+    once = sum(t.us for t in (*work.sync, *work.end, *late) if t.stream == "comm:dp")
+    every = sum(t.us for t in (*work.forward, *work.backward) if t.stream == "comm:dp")
+    layers = model.layers * (model.attention_parameters + model.dense_parameters)
+    tables = (1 if model.tied else 2) * model.embedding_parameters
+    return (once + micro_batches * every) / (4 * (layers + tables))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -123,6 +120,10 @@ def test_volume_of_data_parallelism(ranks: int) -> None:
     assert dp_bytes(2, ranks) == pytest.approx(2 * part)
     assert dp_bytes(3, ranks) == pytest.approx(3 * part)
     assert dp_bytes(3, ranks, micro_batches=5) == pytest.approx(3 * part * 5)
+    tied = gpt(8, 1024, 16, tied=True)
+    assert dp_bytes(1, ranks, model=tied) == pytest.approx(2 * part)
+    assert dp_bytes(3, ranks, model=tied) == pytest.approx(3 * part)
+    assert dp_bytes(3, ranks, trains="adapters") == pytest.approx(2 * part)  # gathered twice; no gradients
 
 
 def stream_us(stream: str, model: Transformer, ranks: int, **config: object) -> tuple[float, float]:
