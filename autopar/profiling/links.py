@@ -5,13 +5,16 @@ Collectives are timed as emitted code calls them, through the rank's communicato
 
 from __future__ import annotations
 
+import mmap
 import os
+import shutil
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,14 @@ LINK_BYTES = {"cpu": (2**10, 2**13, 2**16, 2**19, 2**22, 2**24), "cuda": tuple(4
 """Bytes of a collective on its larger side: 1 KiB to 16 MiB on CPUs."""
 MOST_GROUPS = 3
 """Most group sizes of a level that are measured: the smallest, the largest, and one between."""
-NVME_BYTES = (2**20, 2**24)
+COPY_BYTES = (2**16, 2**20, 2**24)
+DISK_BYTES = (2**20, 2**22, 2**24)
+"""Bytes of a copy between main memory and the device, and of a file: 16 MiB at most, for each rank."""
+COPIED_BYTES = 2**25
+"""Buffers of one size that copies go round, together."""
+SPARE = 16
+"""A disk is timed if it has so many times a file's bytes free."""
+HOST_TO_DEVICE, DEVICE_TO_HOST, NVME_WRITE, NVME_READ = "host_to_device", "device_to_host", "nvme_write", "nvme_read"
 PARAMETERS = 6
 """Parameters that one timed optimizer step updates."""
 
@@ -155,29 +165,75 @@ def prepare_optimizer(crew: Crew, numel: int) -> Prepared:
     return call, 0
 
 
-def prepare_host(kind: str, nbytes: int, folder: Path, device: torch.device) -> Prepared:
-    """A copy between device and main memory, or a file written or read past the page cache where the system lets us."""
-    if kind in ("host_to_device", "device_to_host"):
-        here = torch.ones(nbytes // 4, pin_memory=True)
-        there = torch.ones(nbytes // 4, device=device)
-        pair = (there, here) if kind == "host_to_device" else (here, there)
-        return (lambda i: pair[0].copy_(pair[1], non_blocking=True)), 0
-    data = os.urandom(nbytes)
-    handle, name = tempfile.mkstemp(prefix=".autopar-nvme-", dir=folder)
-    os.unlink(name)  # gone with the process, however that ends
-    os.write(handle, data)
-    os.fsync(handle)
+def prepare_copy(kind: str, nbytes: int, device: torch.device) -> Prepared:
+    """A copy from main memory to the device's ("host_to_device") or back; on a CPU from one buffer to another.
+
+    Buffers take turns, so that caches hold no more of them than of what a step brings in from elsewhere.
+    """
+    cuda = device.type == "cuda"
+    count = max(1, COPIED_BYTES // nbytes)
+    here = [torch.ones(nbytes // 4, pin_memory=cuda) for _ in range(count)]
+    there = [torch.ones(nbytes // 4, device=device) for _ in range(count)]
+    to, of = (there, here) if kind == HOST_TO_DEVICE else (here, there)
+    return (lambda i: to[i % count].copy_(of[i % count], non_blocking=cuda)), 0
+
+
+def disk_folder(wanted: Path) -> Path:
+    """Where files to time the disk go: `wanted`, or the system's folder for such where that can't be written."""
+    return wanted if os.access(wanted, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+
+
+def takes_direct(folder: Path) -> bool:
+    """Whether files there can be read and written past the page cache."""
+    try:
+        with _scratch(folder, direct=True) as file, mmap.mmap(-1, mmap.PAGESIZE) as page:
+            return hasattr(os, "O_DIRECT") and file.write(page) == len(page)
+    except OSError:
+        return False
+
+
+def _scratch(folder: Path, *, direct: bool) -> FileIO:
+    """A new file without a name: gone with whoever holds it, however that ends."""
+    handle, name = tempfile.mkstemp(prefix=".autopar-disk-", dir=folder)
+    try:
+        if direct:
+            os.close(handle)
+            handle = os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+    finally:
+        os.unlink(name)
+    return FileIO(handle, "r+")
+
+
+def prepare_disk(kind: str, nbytes: int, folder: Path, *, direct: bool) -> Prepared:
+    """One file written through to the disk ("nvme_write"), or read; not `direct`: the page cache is told to forget it.
+
+    Raises:
+        OSError: the disk would get full, or takes or gives fewer bytes than asked for.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < SPARE * nbytes:
+        raise OSError(f"{free >> 20} MiB of disk are free, wanted {SPARE * nbytes >> 20}")
+    data = mmap.mmap(-1, nbytes)  # begins with a page, as direct transfers need
+    data.write(os.urandom(nbytes))
+    file = _scratch(folder, direct=direct)
 
     def write(i: int) -> None:
-        os.pwrite(handle, data, 0)
-        os.fsync(handle)
+        file.seek(0)
+        _whole(file.write(data))
+        os.fsync(file.fileno())
 
-    def read(i: int) -> bytes:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(handle, 0, nbytes, os.POSIX_FADV_DONTNEED)
-        return os.pread(handle, nbytes, 0)
+    def read(i: int) -> None:
+        if not direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, nbytes, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        _whole(file.readinto(data))
 
-    return (write if kind == "nvme_write" else read), 0
+    def _whole(moved: int | None) -> None:
+        if moved != nbytes:
+            raise OSError(f"{moved} of {nbytes} bytes went through")
+
+    write(0)
+    return (write if kind == NVME_WRITE else read), 0
 
 
 def overlap_factors(crew: Crew, rounds: int) -> dict[str, float]:

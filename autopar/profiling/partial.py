@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Final, Literal
 
 import msgspec
 
@@ -12,13 +14,13 @@ from autopar.errors import ClusterError
 from autopar.ir.profile import Curve, Fingerprint, LinkCurve, never_falling
 from autopar.profiling.clock import Timed
 
-FORMAT = "autopar-profile-points"
+FORMAT: Final = "autopar-profile-points"
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One timed size. `kind`: "work" or "link"; `scale`: what was asked for, `size` what it came to."""
 
-    kind: str
+    kind: Literal["work", "link"]
     key: tuple[str, str, str]
     scale: int
     size: float
@@ -27,8 +29,19 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     p90: float
     stable: bool
 
+    def __post_init__(self) -> None:
+        if not 0 < self.p10 <= self.p50 <= self.p90 < math.inf or not 0 < self.size < math.inf:
+            raise ValueError(
+                f"point {self.key}: size {self.size:g} took {self.p10:g}, {self.p50:g}, {self.p90:g} µs: "
+                "wanted numbers above 0 that rise"
+            )
+        if self.kind == "link" and not self.key[2].isdecimal():
+            raise ValueError(f"point {self.key}: {self.key[2]!r} members: wanted a whole number")
+
     @classmethod
-    def of(cls, kind: str, key: tuple[str, str, str], scale: int, size: float, timed: Timed) -> Point:
+    def of(
+        cls, kind: Literal["work", "link"], key: tuple[str, str, str], scale: int, size: float, timed: Timed
+    ) -> Point:
         """With four digits of each time."""
         p10, p50, p90 = (float(f"{x:.4g}") for x in (timed.p10, timed.p50, timed.p90))
         return cls(kind=kind, key=key, scale=scale, size=size, p10=p10, p50=p50, p90=p90, stable=timed.stable)
@@ -42,7 +55,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Partial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The points of a run and the machine they hold for."""
 
-    format: str = FORMAT
+    format: Literal["autopar-profile-points"] = FORMAT
     hardware: Fingerprint
     torch: str
     ranks: int

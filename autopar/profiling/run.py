@@ -6,14 +6,13 @@ Without torchrun the ranks are started here; under torchrun each rank calls this
 from __future__ import annotations
 
 import datetime
-import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import msgspec
 import psutil
@@ -27,15 +26,23 @@ from autopar.ir.cluster import ClusterSpec, Device, DeviceGroup, Host, LinkLevel
 from autopar.ir.profile import Curve, LinkCurve, Profile, interpolate
 from autopar.profiling.clock import Crew, MeasureError, Timed, time_calls
 from autopar.profiling.links import (
+    COPY_BYTES,
+    DEVICE_TO_HOST,
+    DISK_BYTES,
+    HOST_TO_DEVICE,
     LINK_BYTES,
-    NVME_BYTES,
+    NVME_READ,
+    NVME_WRITE,
     PARAMETERS,
     Level,
+    disk_folder,
     link_specs,
     overlap_factors,
-    prepare_host,
+    prepare_copy,
+    prepare_disk,
     prepare_link,
     prepare_optimizer,
+    takes_direct,
 )
 from autopar.profiling.partial import Partial, Point, curves_of, path_of, read_partial, write_partial
 from autopar.profiling.works import ELEMENTS, Sized, work_specs
@@ -63,7 +70,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 class _Job:
     """One point to come. `prepare` gives the call, the bytes that it makes, and the point's size once prepared."""
 
-    kind: str
+    kind: Literal["work", "link"]
     key: tuple[str, str, str]
     scale: int
     prepare: Callable[[], tuple[Callable[[int], Any], int, float]]
@@ -140,9 +147,11 @@ class _Run:
 
     def all(self) -> ClusterSpec:
         """Every point that time allows, then the cluster that they describe."""
-        jobs = [job for job in self._jobs() if not self._have(job)]
+        every = list(self._jobs())
+        jobs = [job for job in every if not self._have(job)]
+        seconds = self.asked.seconds * len(jobs) / len(every)  # what is there already took its part
         for at, job in enumerate(jobs):
-            left = self.asked.seconds - (time.monotonic() - self.start)
+            left = seconds - (time.monotonic() - self.start)
             (left,) = self.crew.worst(-left)
             if -left <= 0:
                 self._note(f"time was up: {len(jobs) - at} of {len(jobs)} points are not measured")
@@ -226,15 +235,25 @@ class _Run:
                 _Job("link", link.key, n, lambda link=link, n=n: (*prepare_link(link, n), float(n)))  # type: ignore[misc]
                 for n in LINK_BYTES[kind]
             ]
-        hosts = ["nvme_write", "nvme_read"] + (["host_to_device", "device_to_host"] if kind == "cuda" else [])
-        folder = Path(self.asked.folder)
-        for host in hosts:
+        for copy in (HOST_TO_DEVICE, DEVICE_TO_HOST):
             yield [
                 _Job(
-                    "work", (host, "", ""), n,
-                    lambda host=host, n=n: (*prepare_host(host, n, folder, crew.device), float(n)),  # type: ignore[misc]
+                    "work", (copy, "", ""), n,
+                    lambda copy=copy, n=n: (*prepare_copy(copy, n, crew.device), float(n)),  # type: ignore[misc]
                 )
-                for n in NVME_BYTES
+                for n in COPY_BYTES
+            ]  # fmt: skip
+        folder = disk_folder(Path(self.asked.folder))
+        direct = takes_direct(folder)
+        if not direct:
+            self._note("disk: files go through the page cache there, which is flushed and told to forget them")
+        for disk in (NVME_WRITE, NVME_READ):
+            yield [
+                _Job(
+                    "work", (disk, "", ""), n,
+                    lambda disk=disk, n=n: (*prepare_disk(disk, n, folder, direct=direct), float(n)),  # type: ignore[misc]
+                )
+                for n in DISK_BYTES
             ]  # fmt: skip
 
     def _cluster(self, overlap: dict[str, float]) -> ClusterSpec:
@@ -339,12 +358,13 @@ def ring_figures(curve: LinkCurve) -> tuple[float, float]:
 
 
 def _host(curves: dict[tuple[str, str, str], Curve], memory: int) -> Host:
+    """The slower way of each link, at its largest size. `memory`: 0 on CPUs, where the device's is main memory."""
+
     def rate(*names: str) -> float:
         found = [c for name in names if (c := curves.get((name, "", ""))) is not None]
         return min((c.sizes[-1] / interpolate(c.sizes, c.p50, c.sizes[-1]) for c in found), default=0.0)
 
-    nvme = rate("nvme_write", "nvme_read")
     return Host(
-        memory_bytes=memory, link_bytes_per_us=rate("host_to_device", "device_to_host"),
-        nvme_bytes_per_us=nvme if math.isfinite(nvme) and memory else 0.0,
+        memory_bytes=memory, link_bytes_per_us=rate(HOST_TO_DEVICE, DEVICE_TO_HOST),
+        nvme_bytes_per_us=rate(NVME_WRITE, NVME_READ),
     )  # fmt: skip

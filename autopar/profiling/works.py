@@ -330,6 +330,7 @@ def work_specs(kind: str) -> list[WorkSpec]:
     halves = ("bfloat16",) if kind == "cpu" else ("bfloat16", "float16")
     every = (full, *halves, "float64")
     mixed = (full,) if kind == "cpu" else (full, *halves)
+    both = (full, *halves)
     add(kinds.MATMUL, "square", CUBES[kind], _product(lambda n: (n, n, n)), every)
     add(kinds.MATMUL, "few rows", ROWS[kind], _product(lambda n: (8, n, n)), mixed)
     add(kinds.MATMUL, "narrow", SLIM[kind], _product(lambda n: (n, 48, n)), mixed)
@@ -341,9 +342,9 @@ def work_specs(kind: str) -> list[WorkSpec]:
         (kinds.NORM_BACKWARD, _norm_backward), (kinds.SOFTMAX, _softmax), (kinds.SOFTMAX_BACKWARD, _softmax_backward),
         (kinds.EMBEDDING, _embedding), (kinds.EMBEDDING_BACKWARD, _embedding_backward), (kinds.INDEX, _index),
     ):  # fmt: skip
-        add(work, "", ELEMENTS[kind], make, mixed)
-    add(kinds.ATTENTION, "", LENGTHS[kind], _attention, mixed)
-    add(kinds.ATTENTION_BACKWARD, "", LENGTHS[kind], _attention_backward, mixed)
+        add(work, "", ELEMENTS[kind], make, both if work in (kinds.NORM, kinds.NORM_BACKWARD) else mixed)
+    add(kinds.ATTENTION, "", LENGTHS[kind], _attention, both)
+    add(kinds.ATTENTION_BACKWARD, "", LENGTHS[kind], _attention_backward, both)
     add(kinds.CONVOLUTION, "", PLACES[kind], _convolution, mixed)
     add(kinds.CONVOLUTION_BACKWARD, "", PLACES[kind], _convolution_backward, mixed)
     found.append(WorkSpec(kinds.VIEW, "", "", (1,), _view))

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +21,7 @@ from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.local import fingerprint
 from autopar.errors import ClusterError, UserError
 from autopar.ir.profile import LinkCurve
+from autopar.profiling import links
 from autopar.profiling import run as running
 from autopar.profiling.clock import Crew, MeasureError, Timed, quantiles, spread, time_calls
 from autopar.profiling.partial import Partial, Point, curves_of, path_of, read_partial, write_partial
@@ -60,6 +66,22 @@ def test_partial_files_with_unknown_keys_are_measured_again(tmp_path: Path) -> N
     found, word = read_partial(path, LIKE)
     assert found == LIKE
     assert "colour" in word
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"p50": -1.0}, {"p50": 0.1}, {"p90": 0.5}, {"size": 0}, {"kind": "guess"},
+        {"kind": "link", "key": ["all_reduce", "loopback", "two"]},
+    ],
+)  # fmt: skip
+def test_points_that_cannot_be_are_measured_again(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "p"
+    good = msgspec.to_builtins(point(8, 1.0))
+    path.write_bytes(msgspec.json.encode({**msgspec.to_builtins(LIKE), "points": [good, {**good, **change}]}))
+    found, word = read_partial(path, LIKE)
+    assert found == LIKE
+    assert "measuring all of them" in word and "\n" not in word
 
 
 @pytest.mark.parametrize("name", ["hardware", "ranks", "threads", "torch"])
@@ -179,6 +201,90 @@ def test_a_stopped_run_goes_on(
     assert spec is not None and spec.profile is not None
     assert sum(p == 0.7 for c in spec.profile.curves for p in c.p10) == 2
     assert not path_of(output).exists()
+
+
+HOST_LINKS = {"host_to_device", "device_to_host", "nvme_write", "nvme_read"}
+
+
+def only_host_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured, at two sizes each."""
+    jobs = running._Run._jobs
+    monkeypatch.setattr(running, "COPY_BYTES", (2**14, 2**16))
+    monkeypatch.setattr(running, "DISK_BYTES", (2**14, 2**16))
+    monkeypatch.setattr(running._Run, "_jobs", lambda self: [j for j in jobs(self) if j.key[0] in HOST_LINKS])
+
+
+def test_host_and_disk_are_links_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantiles of each way, the slower way as the link's figure, and nothing left on the disk."""
+    only_host_links(monkeypatch)
+    spec = profile_here(1, tmp_path / "here.toml", 0.5)
+    assert spec is not None and spec.profile is not None
+    curves = {c.work: c for c in spec.profile.curves}
+    assert set(curves) == HOST_LINKS and all(c.sizes == (2**14, 2**16) for c in curves.values())
+    assert all(a <= b <= c for x in curves.values() for a, b, c in zip(x.p10, x.p50, x.p90, strict=True))
+    assert spec.host.nvme_bytes_per_us == min(2**16 / curves[k].p50[-1] for k in ("nvme_write", "nvme_read"))
+    assert spec.host.link_bytes_per_us == min(2**16 / curves[k].p50[-1] for k in ("host_to_device", "device_to_host"))
+    assert spec.host.memory_bytes == 0 or torch.cuda.is_available()
+    assert [p.name for p in tmp_path.iterdir()] == ["here.toml"]
+    assert load_cluster(str(tmp_path / "here.toml")) == spec
+
+
+def test_a_disk_behind_the_page_cache_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_host_links(monkeypatch)
+    monkeypatch.setattr(running, "takes_direct", lambda folder: False)
+    spec = profile_here(1, tmp_path / "here.toml", 0.5)
+    assert spec is not None and spec.profile is not None
+    assert spec.host.nvme_bytes_per_us > 0
+    assert any("through the page cache" in note for note in spec.profile.notes)
+
+
+def test_a_full_disk_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is noted, and the figure stays unknown."""
+    only_host_links(monkeypatch)
+    monkeypatch.setattr(links.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**15))
+    spec = profile_here(1, tmp_path / "here.toml", 0.5)
+    assert spec is not None and spec.profile is not None
+    assert spec.host.nvme_bytes_per_us == 0 < spec.host.link_bytes_per_us
+    assert sum("nvme_" in note and "disk are free" in note for note in spec.profile.notes) == 4
+
+
+def test_where_nothing_can_be_written_the_systems_folder_is_timed(tmp_path: Path) -> None:
+    assert links.disk_folder(tmp_path) == tmp_path
+    assert links.disk_folder(tmp_path / "not there") == Path(tempfile.gettempdir())
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed without a word: what had been written is whole, and the next run measures the rest."""
+    output = tmp_path / "here.toml"
+    command = [sys.executable, "-m", "autopar", "profile", "--ranks", "1", "--seconds", "60", "-o", str(output)]
+    running_there = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            if path_of(output).exists():
+                break
+            time.sleep(0.1)
+    finally:
+        running_there.kill()
+        running_there.wait()
+    kept, word = read_partial(path_of(output), LIKE)
+    assert kept.points and "going on" in word
+    asked: list[float] = []
+
+    def quick(crew: Crew, prepare: Callable[[], tuple[Any, int]], seconds: float) -> Timed:
+        prepare()
+        asked.append(seconds)
+        return Timed(1.0, 2.0, 3.0, True)
+
+    monkeypatch.setattr(running, "time_calls", quick)
+    spec = profile_here(1, output)
+    assert spec is not None and spec.profile is not None
+    every = sum(len(c.sizes) for c in spec.profile.curves)
+    assert len(asked) == every - len(kept.points)
+    assert asked[0] <= 90 / every + 0.1  # those that are there had their part of the time
+    assert f"{len(kept.points)} points are there" in capsys.readouterr().err
 
 
 def test_ranks_are_torchruns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
