@@ -206,6 +206,8 @@ class _Live:
         if function.phase is Phase.FORWARD:
             everything = held | {n: s for n, s in given.items() if n not in held}
             self.saved[function.block, index] = {x.name: self._hold(everything[x.name]) for x in function.saved}
+            for x in function.saved:  # what a block was given and keeps, too
+                self._is(everything[x.name], ACTIVATIONS)
         result = {n: self._hold(held.get(n) or given[n]) for n in kept}
         for storage in held.values():
             self._release(storage)

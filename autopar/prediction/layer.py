@@ -113,7 +113,7 @@ def _attention(setting: Setting) -> tuple[Amounts, Amounts]:
         attention=core_back,
         pointwise=2 * pointwise,
         casts=2 * casts,
-        tensor=TENSOR_BACKWARD * tensor,
+        tensor=_tensor_backward(setting) * tensor,
         context=2 * context,
     )
     return forward, backward
@@ -133,7 +133,7 @@ def _feed_forward(setting: Setting) -> tuple[Amounts, Amounts]:
         matrices=_backward_us(setting, matrices),
         pointwise=2 * pointwise,
         casts=2 * casts,
-        tensor=TENSOR_BACKWARD * tensor,
+        tensor=_tensor_backward(setting) * tensor,
     )
     return forward, backward
 
@@ -196,6 +196,10 @@ def _tensor_us(setting: Setting) -> float:
     config = setting.config
     nbytes = setting.tokens * setting.model.hidden * setting.item_bytes
     return setting.group_us(Collective.ALL_GATHER, nbytes, config.tp, 1)
+
+
+def _tensor_backward(setting: Setting) -> int:
+    return TENSOR_BACKWARD if setting.config.sequence_parallel else TENSOR_FORWARD
 
 
 def _context_us(setting: Setting) -> float:

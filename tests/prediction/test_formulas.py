@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.cost_model.held import in_flight
@@ -57,6 +59,13 @@ def test_activation_bytes_by_mode(more: dict[str, object], wanted: object) -> No
     assert stored_bytes(case) == wanted(sbh, t, 5 * SMALL.heads * s * s * b / t)  # type: ignore[operator]
 
 
+def test_activation_bytes_of_one_device() -> None:
+    """sbh(34 + 5as/h); `tests/cost_model/test_kept.py` has it from a captured layer."""
+    case = setting(SMALL, sequence_parallel=False, tp=1, seq=512, micro_batch=2, attention="plain")
+    sbh = 512 * 2 * SMALL.hidden
+    assert layer_bytes(case) == sbh * (34 + 5 * SMALL.heads * 512 / SMALL.hidden)
+
+
 def test_fused_attention_keeps_a_statistic_instead_of_scores() -> None:
     sizes = {"tp": 1, "seq": 512, "micro_batch": 2, "sequence_parallel": False}
     plain, fused = (layer_bytes(setting(SMALL, attention=a, **sizes)) for a in ("plain", "flash"))
@@ -96,6 +105,9 @@ def test_state_of_a_parameter(zero: int, wanted: float) -> None:
     """arXiv 1910.02054, gradients summed in 16 bits."""
     memory = chunk_memory(setting(SMALL, dp=4, zero=zero), 8, 0, False, False)
     assert memory.resident_bytes / memory.own == pytest.approx(wanted, rel=1e-6)
+    # Software that keeps an fp32 sum beside a micro-batch's gradients: 4 more, cut from ZeRO-2 on.
+    older = chunk_memory(setting(SMALL, dp=4, zero=zero, software=2022.0), 8, 0, False, False)
+    assert older.resident_bytes / older.own == pytest.approx(wanted + (4 if zero < 2 else 1), rel=1e-6)
 
 
 def dp_bytes(zero: int, ranks: int, micro_batches: int = 1, model: Transformer = SMALL, **more: object) -> float:
@@ -143,6 +155,9 @@ def test_volume_of_tensor_parallelism() -> None:
     whole = 2 * 256 * SMALL.hidden * 2
     assert forward == pytest.approx(4 * 3 / 4 * whole)
     assert backward == pytest.approx(5 * 3 / 4 * whole)
+    # Without sequence parallelism: four all-reduces of bsh, 2(t-1)/t of it each.
+    plain = stream_us("comm:tp", SMALL, 4, tp=4, sequence_parallel=False)
+    assert sum(plain) == pytest.approx(4 * 2 * 3 / 4 * whole)
 
 
 def test_volume_of_the_context_ring() -> None:
@@ -150,6 +165,8 @@ def test_volume_of_the_context_ring() -> None:
     whole = 2 * 2 * 256 * SMALL.hidden * 2  # keys and values, 16 bits
     assert forward == pytest.approx(3 / 4 * whole)
     assert backward == pytest.approx(2 * 3 / 4 * whole)
+    shared = replace(SMALL, key_value_heads=4)  # of 16: kv/a of it
+    assert stream_us("comm:cp", shared, 4, cp=4)[0] == pytest.approx(3 / 4 * whole / 4)
 
 
 def test_volume_of_experts() -> None:
