@@ -17,7 +17,8 @@ what the sum has just written, so that nine are left of ten)."""
 ROTARY_PASSES = 2
 TENSOR_FORWARD, TENSOR_BACKWARD = 4, 5
 """Transfers of a layer's hidden states: attention and feed-forward each gather and scatter; backward, inputs of the
-matrices cut by columns are gathered once more for the weights' gradient (arXiv 2205.05198, section 4.2.2)."""
+matrices cut by columns are gathered once more for the weights' gradient (arXiv 2205.05198, section 4.2.2). Without
+sequence parallelism they are there: two of these are an all-reduce then, four in all."""
 EXPERT_BACKWARD_POINTWISE = 1.5
 
 

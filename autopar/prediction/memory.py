@@ -1,7 +1,7 @@
 """What one device holds: parameters, gradients, optimizer state, activations of the micro-batches in flight.
 
 Activation bytes of a layer follow Korthikanti et al. (arXiv 2205.05198, table 2), term by term, so that other widths,
-shared key-value heads, gates and fused attention come out as well; `tests/predict` has the paper's figures.
+shared key-value heads, gates and fused attention come out as well; `tests/prediction/test_formulas.py` has its figures.
 """
 
 from __future__ import annotations

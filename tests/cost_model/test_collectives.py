@@ -172,6 +172,18 @@ def test_more_bandwidth_is_never_slower(collective: Collective, nbytes: int, a: 
     assert collective_us(collective, nbytes, "tp", FOUR, fast) <= collective_us(collective, nbytes, "tp", FOUR, slow)
 
 
+@given(st.sampled_from(NETWORK), SIZES, st.tuples(RATES, RATES), st.tuples(st.floats(1, 100), st.floats(1, 100)))
+def test_more_bandwidth_of_any_level_is_never_slower(
+    collective: Collective, nbytes: int, rates: tuple[float, float], times: tuple[float, float]
+) -> None:
+    """Groups over two levels, and groups inside one of them."""
+    slow = cluster((4, 1.0, rates[0]), (2, 5.0, rates[1]))
+    fast = cluster((4, 1.0, rates[0] * times[0]), (2, 5.0, rates[1] * times[1]))
+    for sizes in ({"dp": 8}, {"dp": 2, "tp": 4}, {"dp": 4, "tp": 2}):
+        before, after = (collective_us(collective, nbytes, "dp", mesh(x, **sizes), x) for x in (slow, fast))
+        assert after <= before * (1 + 1e-12)
+
+
 @given(st.sampled_from(["R", "P", "S(0)", "S(1)"]), st.sampled_from(["R", "S(0)", "S(1)"]))
 def test_conversions_within_a_node_cost_less_than_between(one: str, other: str) -> None:
     spec = load_cluster("dgx-h100:2")

@@ -125,6 +125,14 @@ def test_model_prices_equal_ops_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.op(node("aten.mm.default", Ref("c"), Ref("d"), name="y"), *metas) is first
     assert model.op(node("aten.mm.default", Ref("c"), Ref("d"), 2, name="z"), *metas) is not first
     assert asked == ["x", "z"]
+    # Other shapes, another dtype, another device are other prices.
+    half = tuple(tuple(TensorMeta(m.shape, "bfloat16") for m in side) for side in metas)
+    wide = ((f32(8, 8), f32(8, 4096)), (f32(8, 4096),))
+    mm = node("aten.mm.default", Ref("a"), Ref("b"), name="x")
+    assert len({id(model.op(mm, *m)) for m in (metas, half, wide)}) == 3
+    slow = cluster((2, 1.0, 100.0), memory_bytes_per_us=1.0)
+    assert CostModel(slow, mesh(slow, tp=2)).op(mm, *metas).us > first.us
+    assert len(asked) == 5
 
 
 def test_a_remembered_price_takes_microseconds() -> None:

@@ -44,8 +44,10 @@ SIZES = st.fixed_dictionaries(
 
 
 @settings(deadline=None, max_examples=40)
-@given(SIZES, st.integers(1, 4))
-def test_more_bandwidth_is_never_slower(sizes: dict[str, Any], times: int) -> None:
+@given(SIZES, st.integers(1, 4), st.booleans())
+def test_more_bandwidth_is_never_slower(sizes: dict[str, Any], times: int, gathered: bool) -> None:
+    if gathered:
+        sizes = sizes | {"zero": 3, "pp": 1, "dp": sizes["dp"] + 1}
     sizes = sizes | {"global_batch": 12 * sizes["dp"] * sizes["micro_batch"]}
     devices = autopar.Configuration(**sizes).devices
     slow, fast = (price(cluster=plain_cluster(devices, bytes_per_us=10_000 * n), **sizes) for n in (1, times + 1))
