@@ -210,7 +210,7 @@ def predict(
     shard_group: Annotated[int, Parameter(help="ZeRO over so many neighbours; 0: over all.")] = 0,
     chunks: Annotated[int, Parameter(help="Parts of the model on each stage (interleaved schedule).")] = 1,
     schedule: Annotated[
-        str, Parameter(help="1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v; default by --pp, --chunks.")
+        str, Parameter(help="1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v, v-half, v-min; default by sizes.")
     ] = "",
     micro_batch: Annotated[int, Parameter(help="Sequences of one micro-batch on one rank.")] = 1,
     global_batch: Annotated[
@@ -513,7 +513,7 @@ def profile(
         int | None, Parameter(help="Ranks that measure at the same time; default 2, or those of torchrun.")
     ] = None,
     output: Annotated[Path, Parameter(name=["--output", "-o"], help="Where to write the cluster as TOML.")],
-    seconds: Annotated[float, Parameter(help="About how long to measure.")] = 90.0,
+    seconds: Annotated[float, Parameter(help="About how long to measure.")] = 80.0,
     refit: Annotated[
         Path | None, Parameter(help="Measure nothing: correct the profile in -o by what module.report(PATH) wrote.")
     ] = None,

@@ -8,12 +8,15 @@ zb-h1        1F1B whose weight halves wait to fill the drain; in flight as 1F1B'
 zb-h2        the same, and the ramp filled with further forwards: no bubble, twice the activations
 zb-v         two chunks a stage, placed as a V: no bubble where F, I and W take equally long, and no more activations
              than 1F1B's first stage, on every stage (arXiv 2401.10241, section 6; "V-ZB" of arXiv 2405.15362)
+v-half       the same V by a timetable: half of 1F1B's bubble at half of its activations (arXiv 2405.15362)
+v-min        the same: two thirds of the bubble at a third of the activations
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 
 from autopar.ir.schedule import Action, ActionKind, Schedule
 
@@ -165,7 +168,51 @@ def _v_order(stages: int, i: int, count: int, rows: dict[tuple[ActionKind, int],
     yield from weights
 
 
-V_SHAPED = ("zb-v",)
+def _v_half(stages: int, micro_batches: int, chunks: int) -> list[Order]:
+    """Of 2p halves of a stage that 1F1B holds: p + 3 (p + 1 on 3 stages); bubble 3(p − 1), or 1 less, of 6(p − 1)."""
+    few = {1: (1, 0, 0), 2: (1, 3, 0), 3: (1, 0, 0)}
+    waits = few.get(stages, (0, 1, 4) if stages % 2 else (4, 0, 0))
+    return _timetable(stages, micro_batches, (1, 2, 1, 2), waits)
+
+
+def _v_min(stages: int, micro_batches: int, chunks: int) -> list[Order]:
+    """2⌈(p − 1)/3⌉ + 2 halves of a stage; bubble 4p − 5, or 4p − 3 where 3 divides p."""
+    return _timetable(stages, micro_batches, (1, 1, 1, 1), (0, 2, 0) if stages % 3 == 0 else (0, 0, 0))
+
+
+def _timetable(
+    stages: int, micro_batches: int, hops: tuple[int, int, int, int], waits: tuple[int, int, int]
+) -> list[Order]:
+    """Each micro-batch takes the way of the one before, 6 later, where F, I and W of a chunk take 1 each.
+
+    Args:
+        hops: from stage to stage on the way of F0 down, F1 up, I1 down and I0 up.
+        waits: at the turns between them, beside the 1 that the action before takes.
+
+    On no stage may two of the four fall together, modulo 6; W1 and W0 take what is left, each soon after its I.
+    """
+    ways = ((F, 0), (F, 1), (I, 1), (I, 0))
+    found = []
+    for i in range(stages):
+        at, times = 0, []
+        for way, (hop, wait) in enumerate(zip(hops, (*waits, 0), strict=True)):
+            times.append(at + hop * (stages - 1 - i if way % 2 else i))
+            at += hop * (stages - 1) + 1 + wait
+        one, other = sorted(set(range(6)) - {t % 6 for t in times})
+        _, _, i1, i0 = times
+        weights = min(((_next(i1, a), _next(i0, b)) for a, b in ((one, other), (other, one))), key=sum)
+        passes = (*zip(times, ways, strict=True), *zip(weights, ((W, 1), (W, 0)), strict=True))
+        timed = [(t + 6 * j, Action(*way, j)) for j in range(micro_batches) for t, way in passes]
+        found.append(tuple(action for _, action in sorted(timed, key=itemgetter(0))))
+    return found
+
+
+def _next(after: int, remainder: int) -> int:
+    """The first time later than `after` with this remainder modulo 6."""
+    return after + 1 + (remainder - after - 1) % 6
+
+
+V_SHAPED = ("zb-v", "v-half", "v-min")
 _BUILDERS: dict[str, Callable[[int, int, int], list[Order]]] = {
     "none": _one_forward_one_backward,
     "gpipe": _gpipe,
@@ -174,4 +221,6 @@ _BUILDERS: dict[str, Callable[[int, int, int], list[Order]]] = {
     "zb-h1": _zb_h1,
     "zb-h2": _zb_h2,
     "zb-v": _zb_v,
+    "v-half": _v_half,
+    "v-min": _v_min,
 }

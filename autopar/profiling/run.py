@@ -49,7 +49,7 @@ from autopar.profiling.works import ELEMENTS, Sized, work_specs
 from autopar.runtime.groups import init_ranks, ranks_started
 from autopar.runtime.launch import launch
 
-SECONDS = 90.0
+SECONDS = 80.0
 """What a profile takes, ranks' start not counted."""
 SAVED_EVERY_S, TOLD_EVERY_S = 2.0, 10.0
 OPTIMIZER_BYTES = 28

@@ -52,6 +52,15 @@ def test_bubbles(p: int, m: int) -> None:
         assert step("interleaved", p, m, v).step_us == pytest.approx(ideal * (1 + (p - 1) / (v * m)))
 
 
+@pytest.mark.parametrize("p", range(2, 17))
+def test_bubbles_of_timetables(p: int) -> None:
+    """Of 6(p - 1) halves' passes, 50 each: at most a half, and about two thirds, however many micro-batches."""
+    for m in (4 * p, 6 * p + 1):
+        half, least = ((step(name, p, m, 2).step_us - m * 300) / 50 for name in ("v-half", "v-min"))
+        assert half == pytest.approx(4 if p == 2 else 3 * (p - 1) - (p % 2 == 0))
+        assert least == pytest.approx(4 * p - (3 if p % 3 == 0 else 5))
+
+
 def test_micro_batches_that_are_no_multiple_of_the_stages() -> None:
     assert step("interleaved", 4, 7, 2).step_us == pytest.approx(7 * 300 * (1 + 3 / (2 * 7)))
     # 10 = 5 + 5: the second group adds no wait.
@@ -174,7 +183,18 @@ def test_work_that_does_not_fit_the_schedule() -> None:
 
 
 US = st.floats(0, 1000, allow_nan=False)
-NAMES = st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)])
+NAMES = st.sampled_from(
+    [
+        ("1f1b", 1),
+        ("gpipe", 1),
+        ("interleaved", 2),
+        ("zb-h1", 1),
+        ("zb-h2", 1),
+        ("zb-v", 2),
+        ("v-half", 2),
+        ("v-min", 2),
+    ]
+)
 
 
 @st.composite

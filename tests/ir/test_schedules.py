@@ -8,14 +8,14 @@ import pytest
 
 from autopar.cost_model.held import in_flight
 from autopar.ir.schedule import Action, ActionKind, Schedule, check_schedule
-from autopar.ir.schedules import build_schedule, schedule_names
+from autopar.ir.schedules import V_SHAPED, build_schedule, schedule_names
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
 @pytest.mark.parametrize("name", schedule_names())
 def test_every_size_runs(name: str) -> None:
-    chunks = {"interleaved": (1, 2, 3), "zb-v": (2,)}.get(name, (1,))
+    chunks = {"interleaved": (1, 2, 3), **dict.fromkeys(V_SHAPED, (2,))}.get(name, (1,))
     stages = (1,) if name == "none" else (1, 2, 3, 4, 5)
     for p, v, m in itertools.product(stages, chunks, range(1, 14)):
         check_schedule(build_schedule(name, stages=p, chunks=v, micro_batches=m))
@@ -44,6 +44,16 @@ def test_v_holds_what_the_first_stage_of_1f1b_does(p: int) -> None:
     for m in range(1, 2 * p):
         schedule = build_schedule("zb-v", stages=p, micro_batches=m, chunks=2)
         assert max(in_flight(schedule, i) for i in range(p)) <= min(2 * p, 2 * m)
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+def test_timetables_hold_a_half_and_a_third(p: int) -> None:
+    """Halves of a stage, of the 2p that 1F1B's first stage holds."""
+    held = {
+        name: max(in_flight(build_schedule(name, stages=p, micro_batches=4 * p, chunks=2), i) for i in range(p))
+        for name in ("v-half", "v-min")
+    }
+    assert held == {"v-half": {1: 2, 2: 4, 3: 4}.get(p, p + 3), "v-min": 2 * -(-(p - 1) // 3) + 2}
 
 
 def test_v_goes_down_and_up_again() -> None:
