@@ -24,7 +24,7 @@ from autopar.cost_model.replay import replay
 from autopar.cost_model.search_space import mesh_candidates
 from autopar.cost_model.simulate import simulate
 from autopar.cost_model.tasks import Overlap
-from autopar.errors import ClusterError, InfeasibleError, InputError, PlanError, UserError
+from autopar.errors import ClusterError, InfeasibleError, InputError, PlanError, UserError, without_frames
 from autopar.ir import cluster as description
 from autopar.ir import plan as records
 from autopar.ir.graph import CapturedGraph
@@ -184,6 +184,7 @@ def question_task(
     return Task.of(captured, spec, options)
 
 
+@without_frames
 def search(
     model: nn.Module,
     cluster: description.ClusterSpec,
@@ -203,6 +204,7 @@ def search(
         InfeasibleError: no plan fits the memory; says what would.
         UserError: a pin or another option that cannot hold.
     """
+    _require_cluster(cluster)
     options = options or Options()
     progress = progress or _quiet
     progress("capture", 0.0)
@@ -210,6 +212,7 @@ def search(
     return plan_captured(captured, cluster, options=options, progress=progress)
 
 
+@without_frames
 def capture(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
@@ -380,6 +383,7 @@ class _Dump:
         self._count += 1
 
 
+@without_frames
 def compile(
     model: nn.Module,
     cluster: description.ClusterSpec | None = None,
@@ -415,8 +419,14 @@ def compile(
 
 def _refuse_foreign(what: str, cluster: description.ClusterSpec | None) -> None:
     """ClusterError if a cluster's profile was measured on other hardware than what is about to run."""
+    _require_cluster(cluster)
     if cluster is not None and cluster.profile is not None:
         refuse_foreign(cluster.profile, fingerprint(), f"{what} on {cluster.name}")
+
+
+def _require_cluster(cluster: object) -> None:
+    if cluster is not None and not isinstance(cluster, description.ClusterSpec):
+        raise UserError(f"cluster {cluster!r}: wanted a ClusterSpec, as ClusterSpec.load('rtx4090:8') makes one")
 
 
 def _started(plan: records.Plan, source: Source) -> Communicator:
@@ -568,6 +578,7 @@ def timeline_captured(captured: CapturedGraph, plan: records.Plan) -> Timeline:
     return replace(found, memory=memory)
 
 
+@without_frames
 def emit_source(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
@@ -580,6 +591,7 @@ def emit_source(
     return emit_captured(capture(model, example_inputs, options=options), plan).text
 
 
+@without_frames
 def verify(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],

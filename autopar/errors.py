@@ -6,6 +6,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class AutoparError(Exception):
     """Root of every exception that autopar raises on purpose."""
@@ -70,3 +78,21 @@ class RankError(AutoparError):
 
 class CompilerError(AutoparError):
     """A broken promise between rooms: a bug in autopar, with the value that broke it."""
+
+
+def without_frames(public: Callable[P, T]) -> Callable[P, T]:
+    """A function whose `UserError`s come without the frames inside it: what is printed ends at the user's own call.
+
+    Under `python -X dev` all frames stay.
+    """
+
+    @wraps(public)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return public(*args, **kwargs)
+        except UserError as error:
+            if sys.flags.dev_mode:
+                raise
+            raise error.with_traceback(None) from None
+
+    return call

@@ -9,6 +9,7 @@ import copy
 import itertools
 import os
 import re
+import traceback
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from autopar import api
 from autopar.cost_model.clusters import load_cluster
-from autopar.errors import CaptureError, InputError
+from autopar.errors import CaptureError, InputError, UserError
 from autopar.ir.layout import replicated
 from autopar.ir.options import Options
 from autopar.ir.plan import mesh_of
@@ -619,6 +620,25 @@ def _same_on_batches(model: nn.Module, make: Any, mesh: Any, batches: list[tuple
                     torch.testing.assert_close(gradients[name], g, rtol=1e-9, atol=1e-10 * float(g.abs().max()) + 1e-14)
         for name, x in state.items():
             torch.testing.assert_close(after[name], x, rtol=1e-9, atol=1e-12)
+
+
+def test_cap11_no_frames_but_the_users() -> None:
+    """What is printed by default: this line, the message, and nothing of how a capture goes about it."""
+    x = (torch.randn(2, 4),)
+    calls: dict[str, Any] = {
+        "capture": lambda: api.capture(Branch(), x),
+        "search": lambda: api.search(Branch(), load_cluster("rtx3090:2"), example_inputs=x),
+        "compile": lambda: api.compile(Branch(), load_cluster("rtx3090:1"), example_inputs=x),
+        "verify": lambda: api.verify(Branch(), x),
+        "cluster": lambda: api.compile(Branch(), "rtx3090:1", example_inputs=x),  # type: ignore[arg-type]
+    }
+    for name, call in calls.items():
+        with pytest.raises(UserError) as caught:
+            call()
+        error = caught.value
+        files = [os.path.basename(f.filename) for f in traceback.extract_tb(error.__traceback__)]
+        assert files == [os.path.basename(__file__)] * 2 + ["errors.py"], name
+        assert error.__suppress_context__ and "\n" not in str(error), name
 
 
 class Experts(nn.Module):
