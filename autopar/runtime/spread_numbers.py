@@ -1,6 +1,6 @@
 """Numbers that a user's own loop reads off spread tensors are one device's: clipping, loss scaling, `.item()`.
 
-Gradients and parameters are DTensors, and torch's own functions take them. Three of DTensor's answers (torch 2.13) are
+Gradients and parameters are DTensors, and torch's own functions take them. Four of DTensor's answers (torch 2.13) are
 wrong or missing, and are replaced here for all DTensors of the process:
 
 - `.item()`, `float()`: of a pending sum or maximum (a norm or mean of a cut tensor) the rank's own part, without a
@@ -10,6 +10,8 @@ wrong or missing, and are replaced here for all DTensors of the process:
   instead of one per number.
 - the flag of `GradScaler` that some gradient is not finite: joined over the axes that cut the first gradient only, so
   ranks disagree on whether to step. Here joined over all axes of all gradients' meshes.
+- the largest or smallest entry, and the maximum norm, of a tensor of which a rank holds nothing: that rank raises, and
+  the others wait for it. Here it has no say.
 
 `foreach=True` beside plain gradients is served one tensor at a time.
 """
@@ -23,9 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from autopar.runtime.torch_private import op_handlers, reduced_over
+from autopar.runtime.torch_private import op_handlers, pending_norm, reduced_over
 
 _aten = torch.ops.aten
 
@@ -39,6 +42,11 @@ def serve_whole_numbers() -> None:
             _aten._foreach_norm.Scalar: _foreach_norm,
             _aten._foreach_mul_.Tensor: _foreach_mul,
             _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+            _aten.linalg_vector_norm.default: _vector_norm,
+            _aten.max.default: _extreme,
+            _aten.min.default: _extreme,
+            _aten.amax.default: _extreme,
+            _aten.amin.default: _extreme,
         }
     )
 
@@ -85,6 +93,69 @@ def whole_numbers(numbers: Sequence[Tensor]) -> list[Tensor]:
 
 def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """A norm of a spread tensor, pending on the axes that cut what it runs over."""
+    order = float(_argument(args, kwargs, 1, "ord", 2))
+    nothing = float("inf") if order == -float("inf") else 0.0
+    dtype = kwargs.get("dtype") or args[0].dtype
+    return _over_pieces(op, args, kwargs, 2, torch.tensor(nothing, dtype=dtype), pending_norm(order))
+
+
+def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """max, min, amax, amin of a spread tensor."""
+    dtype = args[0].dtype
+    if "max" in op.overloadpacket.__name__:
+        return _over_pieces(op, args, kwargs, 1, torch.tensor(_least(dtype), dtype=dtype), Partial("max"))
+    return _over_pieces(op, args, kwargs, 1, torch.tensor(_most(dtype), dtype=dtype), Partial("min"))
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str, default: Any) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, default)
+
+
+def _least(dtype: torch.dtype) -> Any:
+    if dtype is torch.bool:
+        return False
+    return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _most(dtype: torch.dtype) -> Any:
+    if dtype is torch.bool:
+        return True
+    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _over_pieces(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], position: int, nothing: Tensor, pending: Placement
+) -> DTensor:
+    """A reduction op on each rank's piece. `position`: of its dims among the arguments.
+
+    `nothing`, of shape (): what an empty piece has to say.
+    """
+    x: DTensor = args[0]
+    dims = _argument(args, kwargs, position, "dim", None)
+    keep = _argument(args, kwargs, position + 1, "keepdim", False)
+    over = {d % max(x.dim(), 1) for d in ([dims] if isinstance(dims, int) else dims or range(x.dim()))}
+
+    def shape(of: Sequence[int]) -> list[int]:
+        return [1 if d in over else n for d, n in enumerate(of) if keep or d not in over]
+
+    def place(of: Placement) -> Placement:
+        if type(of) is not Shard:
+            return Replicate()
+        cut = of.dim % x.dim()
+        return pending if cut in over else Shard(cut if keep else cut - sum(d < cut for d in over))
+
+    with torch.no_grad():
+        known = [p if type(p) is Shard else Replicate() for p in x.placements]
+        piece = x.redistribute(placements=known).to_local()
+        made = op(piece, *args[1:], **kwargs) if piece.numel() else nothing.to(x.device).repeat(shape(piece.shape))
+        whole = torch.empty(shape(x.shape), device="meta")
+        return DTensor.from_local(
+            made, x.device_mesh, [place(p) for p in known], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
 
 
 def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Placement
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -31,6 +32,15 @@ def op_handlers() -> dict[Any, Handler]:
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     found: dict[Any, Handler] = handlers
     return found
+
+
+def pending_norm(order: float) -> Partial:
+    """How norms of the pieces of a tensor become the norm of it."""
+    if order == 0:
+        return Partial("sum")
+    if abs(order) == float("inf"):
+        return Partial("max" if order > 0 else "min")
+    return _NormPartial(order)
 
 
 def reduced_over(values: Tensor, pending: Placement, mesh: DeviceMesh, axis: int) -> Tensor:

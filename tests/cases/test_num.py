@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -12,21 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dispatch import found_inf_reduce_handler
 
 from autopar import api, launch
 from autopar.cost_model import build
 from autopar.ir.plan import Plan, decode_plan, mesh_of
 from autopar.runtime.comm import Alone
-from autopar.runtime.groups import communicator
+from autopar.runtime.groups import communicator, init_ranks
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.spread_numbers import serve_whole_numbers
 from autopar.runtime.torch_private import op_handlers
 from tests.cases.lm import TinyLM, text
 from tests.cases.run import RANKS, agree, captured, gradients, on_ranks, planned, same_everywhere, strategies, unequal
 
-MIXED = {"zero3": 4, "tp": 2, "dp2tp2": 4}
+MIXED = {"tp": 2, "dp2tp2": 4}
 """Strategies with a rank count under which some gradients are cut and others whole."""
 
 
@@ -321,6 +323,45 @@ def loop_on_ranks(plans: list[tuple[str, str]]) -> str:
         for got, wanted in zip(first_updates(module), first_updates(copy.deepcopy(model)), strict=True):
             agree(got, wanted)
     return "done"
+
+
+ORDERS = (2, 1, 0.5, 0, math.inf, -math.inf)
+READ: dict[str, Any] = {
+    "max": lambda x: x.max(), "min": lambda x: x.min(), "amax 0": lambda x: x.amax(0), "amin 1": lambda x: x.amin((1,)),
+    "amin -2": lambda x: x.amin(-2, keepdim=True),
+}  # fmt: skip
+NORMED: dict[str, Any] = {
+    **{f"norm {p}": lambda x, p=p: torch.linalg.vector_norm(x, p) for p in ORDERS},
+    **{f"norm {p} of dim {d}": lambda x, p=p, d=d: torch.linalg.vector_norm(x, p, d) for p in ORDERS for d in (0, 1)},
+    **{f"norms {p}": lambda x, p=p: torch.linalg.vector_norm(x, p, [-1], keepdim=True) for p in ORDERS},
+    "norms together": lambda x: torch.stack(torch._foreach_norm([x, x], math.inf)),
+}
+
+
+def read_on_ranks() -> list[str]:
+    """What differs from one device's, of numbers read off tensors of which some ranks hold nothing."""
+    init_ranks()
+    serve_whole_numbers()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    wrong = []
+    for shape, kind in itertools.product(((2, 3), (5, 4), (1, 2)), (torch.float64, torch.int64, torch.bool)):
+        g = torch.Generator().manual_seed(1)
+        whole = (torch.randn(shape, generator=g, dtype=torch.float64) * 10).to(kind)
+        for place in (Replicate(), Shard(0), Shard(1)):
+            x = distribute_tensor(whole, mesh, [place])
+            for name, read in {**READ, **(NORMED if kind is torch.float64 else {})}.items():
+                found = read(x)
+                found = found.full_tensor() if isinstance(found, DTensor) else found
+                if found.shape != read(whole).shape or not torch.allclose(found.double(), read(whole).double()):
+                    wrong.append(f"{name} of {shape} {kind} cut {place}")
+    return wrong
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+def test_num06_09_numbers_of_tensors_that_a_rank_holds_nothing_of(ranks: int) -> None:
+    """Seen to fail: torch's own answers; the ranks that hold nothing raise."""
+    assert launch(read_on_ranks, ranks, timeout_s=100) == []
 
 
 @pytest.mark.ranks

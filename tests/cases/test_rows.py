@@ -25,7 +25,6 @@ WAITING = {
     "CLU-14": "pipeline",
     "NUM-07": "pipeline",
     "NUM-13": "pipeline",
-    "NUM-19": "recompute",
     "NUM-28": "pipeline",
     "X-04": "checkpoint",
 }
@@ -36,8 +35,6 @@ PARTLY = {
     "NUM-01": ("pipeline", "micro-batches inside the plan"),
     "NUM-03": ("pipeline", "a micro-batch of the plan in which every label is ignored"),
     "NUM-06": ("offload", "clipping with offload on"),
-    "NUM-15": ("recompute", "dropout under recompute that the plan chose"),
-    "NUM-18": ("recompute", "recompute that the plan chose; a backward that draws again is tested by edited code"),
     "NUM-24": ("offload", "an overflow in an offloaded gradient"),
     "NUM-26": ("pipeline", "micro-batches inside the plan"),
     "CLU-05": ("pipeline", "expert parallelism and stages, which are strategies as well"),
@@ -47,7 +44,6 @@ PARTLY = {
 
 ROOMS = {
     "pipeline": "issue 6, run every plan",
-    "recompute": "issue 6, run every plan",
     "offload": "issue 7, heterogeneous memory",
     "checkpoint": "the issue of training and checkpoints",
 }
