@@ -17,7 +17,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from autopar.runtime import draw, native
+from autopar import native
+from autopar.runtime import draw
 from autopar.runtime.philox import Stream, space
 
 SHAPES = ((64, 256), (512, 1024), (2048, 1024), (4096, 4096))

@@ -41,7 +41,8 @@ def on_ranks(model: nn.Module, inputs: Any, ranks: int, pins: dict[str, Any]) ->
     return lambda rt: ParallelModule(graph, plan, source, model, rt), mesh_of(plan)
 
 
-W4 = (1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
+SLOW = pytest.mark.slow
+W4 = (1, 2, 3, pytest.param(4, marks=SLOW))
 
 
 def every_rank(mesh: Any, fn: Any) -> list[Any]:
@@ -714,20 +715,15 @@ class Recurrent(nn.Module):
 
 
 RECURRENT = [
-    pytest.param(kind, layers, both, marks=() if kind == "LSTM" or both == (layers == 2) else pytest.mark.slow)
-    for kind in ("LSTM", "GRU", "RNN") for layers in (1, 2) for both in (False, True)
+    pytest.param(kind, layers, both, ranks, marks=() if ranks == 2 or (kind, layers, ranks) == ("LSTM", 1, 3) else SLOW)
+    for kind in ("LSTM", "GRU", "RNN") for layers in (1, 2) for both in (False, True) for ranks in (1, 2, 3, 4)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "layers", "both"), RECURRENT)
-def test_cap18_recurrent_layers(kind: str, layers: int, both: bool) -> None:
+@pytest.mark.parametrize(("kind", "layers", "both", "ranks"), RECURRENT)
+def test_cap18_recurrent_layers(kind: str, layers: int, both: bool, ranks: int) -> None:
     torch.manual_seed(0)
-    same(
-        Recurrent(kind, layers, both),
-        (unequal(6, 3, 4),),
-        2 if layers == 2 else 3,
-        pins={"dp": 2 if layers == 2 else 3},
-    )
+    same(Recurrent(kind, layers, both), (unequal(6, 3, 4),), ranks, pins={"dp": ranks})
 
 
 class Sevenfold(torch.autograd.Function):

@@ -26,6 +26,7 @@ from tests.cases.forced import Case, Function, case, check, grid, line, unpriced
 from tests.cases.functions import ints, labels
 from tests.cases.run import captured, compared, same, unequal
 
+SLOW = pytest.mark.slow
 _on_all = False
 
 
@@ -225,7 +226,7 @@ def text(rows: int = 4, seq: int = 6, vocab: int = 12) -> dict[str, Tensor]:
     return {"ids": ints(rows, seq, high=vocab), "labels": labels(rows * seq, vocab).view(rows, seq)}
 
 
-@pytest.mark.parametrize(("heads", "width", "ranks"), [(4, 8, 3), (5, 10, 2)])
+@pytest.mark.parametrize(("heads", "width", "ranks"), [(4, 8, 3), (5, 10, 2), pytest.param(5, 10, 4, marks=SLOW)])
 def test_op13_heads_that_do_not_divide(heads: int, width: int, ranks: int) -> None:
     torch.manual_seed(0)
     plan = same(Decoder(width, heads, heads), text(6), ranks, pins={"tp": ranks})
@@ -233,7 +234,10 @@ def test_op13_heads_that_do_not_divide(heads: int, width: int, ranks: int) -> No
     assert f"size {heads} " in told and f"{ranks} ways on tp" in told
 
 
-@pytest.mark.parametrize(("heads", "kv", "width", "ranks"), [(4, 2, 8, 4), (6, 2, 12, 3), (6, 2, 12, 2)])
+@pytest.mark.parametrize(
+    ("heads", "kv", "width", "ranks"),
+    [(4, 2, 8, 4), (6, 2, 12, 3), (6, 2, 12, 2), *(pytest.param(4, 2, 8, n, marks=SLOW) for n in (1, 2, 3))],
+)
 def test_op15_each_query_head_meets_its_own_key_head(heads: int, kv: int, width: int, ranks: int) -> None:
     torch.manual_seed(0)
     check(case(Decoder(width, heads, kv), text(), fold_blocks=False), line(ranks, "tp"))
@@ -308,11 +312,11 @@ class Stem(nn.Module):
         return self.conv(x).pow(2).mean((1, 2, 3)).sum()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(3, marks=SLOW)])
 def test_op23_a_stem_cut_along_the_batch_talks_to_nobody(ranks: int) -> None:
     """No collective in the forward but the sum of the loss's parts; the check fails where the batch is gathered."""
     torch.manual_seed(0)
-    model, inputs = Stem(), (unequal(4, 3, 16, 16),)
+    model, inputs = Stem(), (unequal(5 if ranks == 3 else 4, 3, 16, 16),)
     plan = same(model, inputs, ranks, pins={"dp": ranks, "zero": 0})
     captured = api.capture(model.double(), inputs, options=api.Options(precision="fp64"))
     forward = codegen.lower(captured, plan).function("top", Phase.FORWARD)
@@ -364,7 +368,6 @@ def test_op25_a_second_derivative_through_the_compiled_module_is_refused() -> No
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_op26_group_norm(affine: bool) -> None:
-    """`sharding/test_truth.py` shows that a group cut by channels is seen."""
     scale = {"w": unequal(6, seed=1), "b": unequal(6, seed=2)} if affine else {}
     _, plans = forced(lambda x, w=None, b=None: F.group_norm(x, 2, w, b), {"x": unequal(4, 6, 5), **scale}, on=(2, 3))
     assert plans
@@ -385,7 +388,7 @@ class TinyConv(nn.Module):
         return F.cross_entropy(self.head(F.adaptive_avg_pool2d(x, 1).flatten(1)), t)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, *(pytest.param(n, marks=SLOW) for n in (1, 3))])
 def test_op28_batch_statistics_are_of_the_whole_batch(ranks: int) -> None:
     """State, running statistics among it, is compared with one device's after three steps, and bit for bit by rank."""
     torch.manual_seed(0)
@@ -478,8 +481,9 @@ def test_op34_a_bin_beyond_the_last_is_no_silent_loss() -> None:
         )
 
 
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=SLOW) for n in (3, 4))])
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1)], ids=str)
-def test_op35_layers_frozen_apart_are_decided_apart(frozen: tuple[int, ...]) -> None:
+def test_op35_layers_frozen_apart_are_decided_apart(frozen: tuple[int, ...], ranks: int) -> None:
     torch.manual_seed(0)
     model = Decoder(layers=2)
     for i in frozen:
@@ -487,18 +491,19 @@ def test_op35_layers_frozen_apart_are_decided_apart(frozen: tuple[int, ...]) -> 
     made = case(model, text(), steps=1)
     none = {n for n, g in made.expected.gradients.items() if g is None}
     assert none == {n for n, _ in model.named_parameters() if any(f"blocks.{i}.attention" in n for i in frozen)}
-    check(made, line(2, "tp"), only=lambda op: "attention" in op)
+    check(made, line(ranks, "tp"), only=lambda op: "attention" in op)
 
 
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=SLOW) for n in (1, 3, 4))])
 @pytest.mark.parametrize("frozen", [(0,), (2,)], ids=str)
-def test_op35_three_layers(frozen: tuple[int, ...]) -> None:
+def test_op35_three_layers(frozen: tuple[int, ...], ranks: int) -> None:
     torch.manual_seed(0)
     model = Decoder(layers=3)
     for i in frozen:
         model.blocks[i].attention.requires_grad_(False)
     graph = captured(model, text())
-    for pins in ({"tp": 2}, {"dp": 2}):
-        _, report = compared(model, text(), 2, pins=pins, graph=graph)
+    for pins in ({"tp": ranks}, {"dp": ranks}):
+        _, report = compared(model, text(), ranks, pins=pins, graph=graph)
         assert report.ok, str(report)
 
 
