@@ -12,6 +12,7 @@ from autopar.cost_model.build import (
     fixed_bytes,
     saved_readers,
     state_bytes_per_parameter,
+    wire_weight,
 )
 from autopar.cost_model.later import Mode
 from autopar.cost_model.places import Places
@@ -174,7 +175,7 @@ def _layouts(
                 inputs=[str(x) for x in pick.inputs],
                 outputs=["" if x is None else str(x) for x in pick.outputs],
                 tags=list(pick.tags),
-                us=node.cost_us[choice] / slot.count,
+                us=node.cost_us[choice] / (slot.count * priced.load.runs),
             )
         elif slot.kind is SlotKind.INPUT:
             inputs[slot.graph][targets[(slot.graph, slot.name)]] = str(pick)
@@ -198,7 +199,7 @@ def _conversions(captured: CapturedGraph, priced: Priced, solution: Solution, pr
                 continue
             steps = plan_reshard(before, after)
             assert steps is not None
-            each = value.reshard_us[p][q] / wire.count
+            each = value.reshard_us[p][q] / (wire.count * wire_weight(wire, priced.wiring, priced.load))
             parts = prices.steps_us(wire.meta, before, after)
             for graph, name in wire.names:
                 found.append(
@@ -297,7 +298,7 @@ def _memory(
     for chosen in priced.later:
         at = solution.choice[chosen.node]
         if chosen.wire is not None and chosen.choices[at].mode is Mode.KEEP:
-            total["activations"] += chosen.waiting_bytes[at]
+            total["activations"] += chosen.kept_bytes[at]
     kept = {c.wire for c in priced.later}
     for index, wire in enumerate(priced.wiring.wires):
         value, layouts = priced.problem.values[index], priced.layouts[index]

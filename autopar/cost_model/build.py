@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from autopar.cost_model.ends import Ends
 from autopar.cost_model.later import Asked, LaterNode, LaterPart, LaterPrices, add_later
 from autopar.cost_model.sums import reduces, waiting_sums
 from autopar.cost_model.wiring import Reader, Slot, SlotKind, Wire, Wiring
 from autopar.errors import CompilerError
 from autopar.ir.graph import CapturedGraph, Node, Phase, TensorMeta
 from autopar.ir.layout import Layout, local_shape
+from autopar.ir.load import WHOLE, Load
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import RECOMPUTE, Options
 from autopar.ir.problem import INFINITY, Consumer, Moment, NodeBytes, Problem, ProblemNode, ProblemValue, VersionBytes
@@ -51,6 +53,18 @@ class Prices(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class WholeBytes:
+    """Bytes of all instances on a mesh, before they are cut into stages: what the moments are made of.
+
+    `resident`, `working`: (slot, bytes per strategy); `saved`: versions that wait for the backward of one micro-batch.
+    """
+
+    resident: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    saved: tuple[VersionBytes, ...] = ()
+    working: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Priced:
     """A problem and what its indices mean.
 
@@ -70,6 +84,8 @@ class Priced:
     layouts: tuple[tuple[Layout | None, ...], ...]
     wires: tuple[int | None, ...]
     later: tuple[LaterNode, ...] = ()
+    load: Load = WHOLE
+    whole_bytes: WholeBytes = WholeBytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +96,9 @@ class _Context:
     options: Options
     metas: Mapping[str, Mapping[str, TensorMeta]]
     pieces: dict[tuple[TensorMeta, Layout], TensorMeta]
+    load: Load
+    mesh: Mesh
+    ends: Ends
 
     def piece(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
         """Local meta of the device with the largest piece."""
@@ -91,13 +110,36 @@ class _Context:
             )
         return found
 
+    def stored(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
+        """Local meta of a parameter: micro-batches don't cut it."""
+        return TensorMeta(local_shape(meta.shape, layout, self.mesh, meta.units), meta.dtype)
+
+
+def wire_weight(wire: Wire, wiring: Wiring, load: Load) -> float:
+    """How often a step converts one of the tensors, as `Load` weighs it: a gradient once, the others each run."""
+    gradient = wire.phase is Phase.BACKWARD and all(wiring.slots[r.slot].kind is SlotKind.STORAGE for r in wire.readers)
+    return load.once if gradient else load.runs
+
 
 def build_problem(
-    captured: CapturedGraph, wiring: Wiring, table: StrategyTable, prices: Prices, options: Options, limit_bytes: int
+    captured: CapturedGraph,
+    wiring: Wiring,
+    table: StrategyTable,
+    prices: Prices,
+    options: Options,
+    limit_bytes: int,
+    *,
+    load: Load = WHOLE,
+    mesh: Mesh | None = None,
 ) -> Priced:
-    """The problem of one mesh. Raises CompilerError where the table lacks a slot."""
+    """The problem of one mesh. Raises CompilerError where the table lacks a slot.
+
+    `load` says how the step runs on it. With micro-batches `table` is of a mesh whose `dp` is as many times longer as
+    there are of them (a rank's piece of one micro-batch is what so many ranks would have of the whole batch); `mesh` is
+    that of the devices.
+    """
     metas = {g.name: {name: v.meta for name, v in g.values().items()} for g in captured.graphs}
-    context = _Context(captured, table, prices, options, metas, {})
+    context = _Context(captured, table, prices, options, metas, {}, load, mesh or table.mesh, Ends.of(captured, wiring))
     choices = tuple(_options(slot, context) for slot in wiring.slots)
     priced = [_node(slot, picks, context) for slot, picks in zip(wiring.slots, choices, strict=True)]
     values, layouts = [], []
@@ -110,10 +152,11 @@ def build_problem(
         value, names = _value(wire, readers, part.asked.get(index, ()), choices, context, waits=index in waiting)
         values.append(value)
         layouts.append(names)
-    saved = _kept(wiring, tuple(layouts), context) if RECOMPUTE not in options.allow else ()
-    moments = _moments(captured, wiring, choices, saved, part.choices, context, limit_bytes)
+    saved = () if RECOMPUTE in options.allow else _kept(wiring, tuple(layouts), context)
+    whole = _whole(captured, wiring, choices, saved, context)
+    moments = _moments(captured, wiring, whole, part.choices, context, limit_bytes)
     problem = Problem(
-        name=f"{captured.model_name} on {table.mesh}",
+        name=f"{captured.model_name} on {context.mesh}" + (f" ({load})" if load != WHOLE else ""),
         nodes=(*(node for node, _ in priced), *part.nodes),
         values=(*values, *part.values),
         moments=moments,
@@ -121,10 +164,10 @@ def build_problem(
     read = {v.value: v for v in part.read}
     more = range(len(values), len(problem.values))
     return Priced(
-        problem, wiring, table.mesh, choices, tuple(compute for _, compute in priced),
+        problem, wiring, context.mesh, choices, tuple(compute for _, compute in priced),
         (*layouts, *(read[i].layouts if i in read else () for i in more)),
         (*range(len(values)), *(read[i].wire if i in read else None for i in more)),
-        part.choices,
+        part.choices, load, whole,
     )  # fmt: skip
 
 
@@ -143,7 +186,7 @@ def _later(
     late = {i: found for i, wire in enumerate(wires) if (found := saved_readers(wire, wiring, context.prices))}
     prices = LaterPrices(
         again_us=lambda slot, s: priced[slot][0].cost_us[s],
-        convert_us=lambda i, p, q: context.prices.reshard_us(wires[i].meta, p, q) * wires[i].count,
+        convert_us=lambda i, p, q: context.prices.reshard_us(wires[i].meta, p, q) * wires[i].count * context.load.runs,
         kept_bytes=lambda i, q: made(i, q) * wires[i].saved_count,
         made_bytes=made,
     )
@@ -204,8 +247,8 @@ def _op_costs(
             for out, layout in zip(node.outputs, pick.outputs, strict=True)
         )
         work, communication = context.prices.op_us(node, pick, ins, outs)
-        compute.append(work * slot.count)
-        inner.append(communication * slot.count)
+        compute.append(work * slot.count * context.load.runs)
+        inner.append(communication * slot.count * context.load.runs)
     return tuple(compute), tuple(inner)
 
 
@@ -221,8 +264,8 @@ def _update_costs(slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], 
     costs = []
     for pick in picks:
         assert isinstance(pick, Layout)
-        piece = context.piece(slot.meta, pick)
-        costs.append(slot.count * context.prices.optimizer_us(piece.numel, piece.dtype, state))
+        piece = context.stored(slot.meta, pick)
+        costs.append(slot.count * context.load.once * context.prices.optimizer_us(piece.numel, piece.dtype, state))
     return tuple(costs)
 
 
@@ -255,13 +298,14 @@ def _value(
     index = {layout: i for i, layout in enumerate(names)}
     wanted = {layout for row in wants for layout in row}
     table = [[0.0 if p == q else INFINITY for q in names] for p in names]
+    weight = wire_weight(wire, context.ends.wiring, context.load)
     for p in dict.fromkeys(made):
         for q in wanted:
             if q is None:
                 table[index[p]][index[q]] = 0.0
             elif p != q and not (waits and reduces(p, q)):
                 price = context.prices.reshard_us(wire.meta, p, q)
-                table[index[p]][index[q]] = price * wire.count
+                table[index[p]][index[q]] = price * wire.count * weight
     value = ProblemValue(
         name=f"{wire.names[0][0]}:{wire.names[0][1]}"
         + (f":{wire.readers[0].phase.value}" if wire.of_parameter else ""),
@@ -276,39 +320,62 @@ def _value(
     return value, names
 
 
-def _moments(
+def _whole(
     captured: CapturedGraph,
     wiring: Wiring,
     choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...],
     saved: tuple[VersionBytes, ...],
-    later: tuple[LaterNode, ...],
     context: _Context,
-    limit_bytes: int,
-) -> tuple[Moment, ...]:
-    """`saved`, or what `later` chooses, waits for the backward."""
-    state = tuple(
-        _state_bytes(i, choices[i], context, wiring) for i, s in enumerate(wiring.slots) if s.kind is SlotKind.STORAGE
-    )
-    state += tuple(NodeBytes(node=c.node, bytes=c.waiting_bytes) for c in later if c.waiting_bytes)
-    fixed = fixed_bytes(captured, wiring)
-    base = Moment(name="end of forward", limit_bytes=limit_bytes, fixed_bytes=fixed, nodes=state, versions=saved)
-    if limit_bytes <= 0 or math.isinf(limit_bytes):
-        return ()
+) -> WholeBytes:
+    """What the moments are made of; `saved`: what waits for the backward, where no choice says what does."""
+    storage = [i for i, s in enumerate(wiring.slots) if s.kind is SlotKind.STORAGE]
     largest = sorted(
         (-_whole_bytes(s.node, context, s.graph), i)
         for i, s in enumerate(wiring.slots)
         if s.kind is SlotKind.OP and s.node
     )[:WORKING_SETS]
-    found = [base]
-    for _, i in largest:
-        working = NodeBytes(node=i, bytes=tuple(working_bytes(wiring.slots[i], pick, context) for pick in choices[i]))
-        found.append(
-            Moment(
-                name=f"at {wiring.slots[i].name}", limit_bytes=limit_bytes, fixed_bytes=fixed, nodes=(*state, working),
-                versions=saved,
-            )
+    return WholeBytes(
+        resident=tuple((i, _state_bytes(i, choices[i], context, wiring).bytes) for i in storage),
+        saved=saved,
+        working=tuple(
+            (i, tuple(working_bytes(wiring.slots[i], pick, context) for pick in choices[i])) for _, i in largest
+        ),
+    )
+
+
+def _moments(
+    captured: CapturedGraph,
+    wiring: Wiring,
+    whole: WholeBytes,
+    later: tuple[LaterNode, ...],
+    context: _Context,
+    limit_bytes: int,
+) -> tuple[Moment, ...]:
+    """The end of the forward on each stage whose memory is limited, with the working set of one of the largest ops."""
+    if limit_bytes <= 0 or math.isinf(limit_bytes):
+        return ()
+    found = []
+    for stage, where in context.ends.stages(context.load):
+        part = context.ends.part(context.load, stage)
+        held = [NodeBytes(node=i, bytes=part.share(sizes, i, waits=False)) for i, sizes in whole.resident]
+        for kept in later:
+            if any(kept.kept_bytes) or any(kept.made_bytes):
+                sizes = part.share(kept.kept_bytes, kept.slot, waits=True)
+                made = kept.made_bytes if part.holds(kept.slot) else (0,) * len(sizes)
+                held.append(NodeBytes(node=kept.node, bytes=tuple(k + m for k, m in zip(sizes, made, strict=True))))
+        versions = tuple(
+            replace(v, bytes=part.share(v.bytes, wiring.wires[v.value].producer, waits=True)) for v in whole.saved
+        )
+        base = Moment(
+            name=f"end of forward{where}", limit_bytes=limit_bytes, fixed_bytes=fixed_bytes(captured, wiring),
+            nodes=tuple(held), versions=versions,
         )  # fmt: skip
-    return tuple(found[1:] or found)
+        working = [(i, sizes) for i, sizes in whole.working if part.holds(i)]
+        found += [
+            replace(base, name=f"at {wiring.slots[i].name}{where}", nodes=(*held, NodeBytes(node=i, bytes=sizes)))
+            for i, sizes in working
+        ] or [base]
+    return tuple(found)
 
 
 def _kept(
@@ -360,7 +427,7 @@ def _state_bytes(
     sizes = []
     for pick in picks:
         assert isinstance(pick, Layout)
-        sizes.append(sum(per) * context.piece(slot.meta, pick).numel * slot.count)
+        sizes.append(sum(per) * context.stored(slot.meta, pick).numel * slot.count)
     return NodeBytes(node=index, bytes=tuple(sizes))
 
 

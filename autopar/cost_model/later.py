@@ -56,14 +56,15 @@ NOTHING = Later(Mode.NONE)
 class LaterNode:
     """A node of the problem beyond the slots. `wire`: whose tensor it is; None: the node that runs `slot` again.
 
-    `waiting_bytes`: per choice, bytes per device held for the backward, or by what is made again in it.
+    Per choice, in bytes per device: `kept_bytes` wait for the backward, `made_bytes` are made again in a block's.
     """
 
     node: int
     slot: int
     wire: int | None
     choices: tuple[Later, ...]
-    waiting_bytes: tuple[int, ...] = ()
+    kept_bytes: tuple[int, ...] = ()
+    made_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,8 +201,15 @@ class _Builder:
     def _add(self, name: str, slot: int, wire: int | None, choices: tuple[Later, ...], cost: Sequence[float]) -> int:
         node = len(self.wiring.slots) + len(self.nodes)
         self.nodes.append(ProblemNode(name=name, cost_us=tuple(cost)))
-        sizes = tuple(self._bytes(wire, c) for c in choices) if wire is not None else ()
-        self.found.append(LaterNode(node=node, slot=slot, wire=wire, choices=choices, waiting_bytes=sizes))
+        kept = made = (0,) * len(choices)
+        if wire is not None:
+            kept = tuple(
+                self.prices.kept_bytes(wire, c.layout) if c.layout and c.mode is Mode.KEEP else 0 for c in choices
+            )
+            made = tuple(
+                self.prices.made_bytes(wire, c.layout) if c.layout and c.mode is Mode.AGAIN else 0 for c in choices
+            )
+        self.found.append(LaterNode(node=node, slot=slot, wire=wire, choices=choices, kept_bytes=kept, made_bytes=made))
         return node
 
     def _strategies(self, slot: int) -> list[Strategy]:
@@ -240,11 +248,6 @@ class _Builder:
         elif again:
             self._tie(slot, node, tuple(choices))
             self._ask_inputs(slot, node, tuple(choices))
-
-    def _bytes(self, index: int, choice: Later) -> int:
-        if choice.layout is None:
-            return 0
-        return (self.prices.kept_bytes if choice.mode is Mode.KEEP else self.prices.made_bytes)(index, choice.layout)
 
     def _layouts(self, index: int) -> tuple[Layout, ...]:
         """Layouts in which the tensor is made, or read anywhere."""

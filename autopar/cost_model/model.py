@@ -19,9 +19,11 @@ Metas = tuple[TensorMeta | None, ...]
 class CostModel:
     """Remembers what it priced. Every collective is priced by `collective_us`, whichever way it is reached."""
 
-    def __init__(self, cluster: ClusterSpec, mesh: Mesh) -> None:
+    def __init__(self, cluster: ClusterSpec, mesh: Mesh, pieces: Mesh | None = None) -> None:
+        """`pieces`: of the mesh that cuts tensors, where it isn't that of the devices (micro-batches)."""
         self.cluster = cluster
         self.mesh = mesh
+        self.pieces = pieces or mesh
         self._forms: dict[int, tuple[Node, str]] = {}
         self._ops: dict[tuple[str, Metas, Metas], OpCost] = {}
         self._collectives: dict[tuple[str, float, str], float] = {}
@@ -50,7 +52,7 @@ class CostModel:
         key = (meta, before, after)
         found = self._reshards.get(key)
         if found is None:
-            found = self._reshards[key] = price_reshard(meta, before, after, self.mesh, self.collective_us)
+            found = self._reshards[key] = price_reshard(meta, before, after, self.pieces, self.collective_us)
         return found
 
     def steps_us(self, meta: TensorMeta, before: Layout, after: Layout) -> list[float]:

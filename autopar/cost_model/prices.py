@@ -18,9 +18,9 @@ from autopar.ir.strategy import Strategy
 class MeshPrices:
     """Prices on one mesh: op times by roofline, every collective by the same function."""
 
-    def __init__(self, cluster: ClusterSpec, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._model = CostModel(cluster, mesh)
+    def __init__(self, cluster: ClusterSpec, mesh: Mesh, pieces: Mesh | None = None) -> None:
+        self._mesh = pieces or mesh
+        self._model = CostModel(cluster, mesh, pieces)
 
     def op_us(
         self, node: Node, strategy: Strategy, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...]

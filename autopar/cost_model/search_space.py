@@ -144,6 +144,22 @@ def _mesh(order: tuple[str, ...], sizes: Mapping[str, int], cluster: ClusterSpec
     return Mesh(axes=tuple(axes))
 
 
+def stage_mesh(sizes: Mapping[str, int], cluster: ClusterSpec) -> Mesh:
+    """The mesh of one pipeline stage: `dp` always, the other axes where they are longer than 1."""
+    axes = []
+    for i, name in enumerate(ORDER):
+        size = sizes.get(name, 1)
+        if size > 1 or name == "dp":
+            stride = math.prod(sizes.get(n, 1) for n in ORDER[i + 1 :])
+            axes.append(Axis(name=name, size=size, level=cluster.level_of(size, stride)))
+    return Mesh(axes=tuple(axes))
+
+
+def divisors(n: int) -> tuple[int, ...]:
+    """All of them, smallest first."""
+    return _divisors(n)
+
+
 def _promise(mesh: Mesh) -> tuple[int, ...]:
     """Smaller is better: heavy axes on fast links first, then as much data parallelism as that leaves."""
     by_name = {axis.name: axis for axis in mesh.axes}

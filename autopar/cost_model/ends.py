@@ -1,0 +1,98 @@
+"""Which part of the model is on which pipeline stage: what comes before the blocks, the blocks, what comes after them.
+
+What is not in a block belongs to the first stage up to the first call of a block, and to the last from there on; in the
+backward, which runs the other way, to the last stage until the last call of a block's backward. A parameter is where
+it is read: one that both ends read (a tied embedding) is on both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.cost_model.wiring import SlotKind, Wiring
+from autopar.ir.graph import CapturedGraph, Node, Phase
+from autopar.ir.load import Load
+
+FIRST, BLOCKS, LAST = "first", "blocks", "last"
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Of each slot the parts that it belongs to."""
+
+    wiring: Wiring
+    parts: tuple[frozenset[str], ...]
+    instances: int
+
+    @classmethod
+    def of(cls, captured: CapturedGraph, wiring: Wiring) -> Ends:
+        """From the order of the top graph's nodes."""
+        at = _part_of_top(captured.top.nodes)
+        parts: list[set[str]] = [set() for _ in wiring.slots]
+        for i, slot in enumerate(wiring.slots):
+            if slot.graph != captured.top.name:
+                parts[i].add(BLOCKS)
+            elif slot.kind is SlotKind.OP:
+                parts[i].add(at[slot.name])
+            elif slot.kind is SlotKind.OUTPUT:
+                parts[i].add(LAST)
+        for wire in wiring.wires:
+            maker = wiring.slots[wire.producer]
+            if maker.graph == captured.top.name and maker.kind in (SlotKind.INPUT, SlotKind.STORAGE):
+                parts[wire.producer] |= {p for r in wire.readers for p in parts[r.slot]}
+        instances = sum(n.op == "autopar.block" for n in captured.top.nodes)
+        return cls(wiring, tuple(frozenset(p or {LAST}) for p in parts), instances)
+
+    def stages(self, load: Load) -> tuple[tuple[int, str], ...]:
+        """The stages whose memory is limited, and how they are called: the first, which keeps most, and the last."""
+        if load.stages == 1:
+            return ((0, ""),)
+        return ((0, " of the first stage"), (load.stages - 1, " of the last stage"))
+
+    def part(self, load: Load, stage: int) -> Part:
+        """What one stage holds."""
+        return Part(self, load, stage)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one stage holds: of the blocks the share of an even cut."""
+
+    ends: Ends
+    load: Load
+    stage: int
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        here = {BLOCKS}
+        if self.stage == 0:
+            here.add(FIRST)
+        if self.stage == self.load.stages - 1:
+            here.add(LAST)
+        return frozenset(here)
+
+    def holds(self, slot: int) -> bool:
+        """True if some of the slot is on this stage."""
+        return bool(self.ends.parts[slot] & self.names)
+
+    def share(self, sizes: tuple[int, ...], slot: int, *, waits: bool) -> tuple[int, ...]:
+        """Of the bytes of all of a slot's instances those on this stage; `waits`: of every micro-batch in flight."""
+        if not self.holds(slot):
+            return (0,) * len(sizes)
+        flying = min(self.load.stages - self.stage, self.load.micro_batches) if waits else 1
+        if self.ends.parts[slot] != {BLOCKS} or self.load.stages == 1:
+            return tuple(size * flying for size in sizes)
+        total = max(1, self.ends.instances)
+        held = -(-total // self.load.stages)
+        return tuple(-(-size * flying * held // total) for size in sizes)
+
+
+def _part_of_top(nodes: tuple[Node, ...]) -> dict[str, str]:
+    """Name of each node of the top graph -> its part."""
+    calls = {phase: [i for i, n in enumerate(nodes) if n.block is not None and n.phase is phase] for phase in Phase}
+    begin = min(calls[Phase.FORWARD], default=0)
+    end = max(calls[Phase.BACKWARD], default=len(nodes))
+    return {
+        n.name: FIRST if (i < begin if n.phase is Phase.FORWARD else i > end) else LAST for i, n in enumerate(nodes)
+    }

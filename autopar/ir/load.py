@@ -1,0 +1,51 @@
+"""How a step runs on the devices of one mesh: as one, in micro-batches, or in pipeline stages as well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """`stages` of the model one after another, each on a mesh of its own; the batch in `micro_batches`.
+
+    A stage of 1F1B is busy with m micro-batches and waits for p - 1 others. With W the whole model's work on one
+    micro-batch the step takes (m + p - 1)·W/p at the least, however it is cut: the slowest stage has W/p or more.
+    """
+
+    stages: int = 1
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        if self.stages < 1 or self.micro_batches < 1:
+            raise ValueError(f"{self.stages} stages, {self.micro_batches} micro-batches: wanted 1 or more")
+
+    @property
+    def runs(self) -> float:
+        """What a step pays of the work of one micro-batch through the whole model."""
+        return (self.micro_batches + self.stages - 1) / self.stages
+
+    @property
+    def once(self) -> float:
+        """What a step pays of what is done once: gradients joined over ranks, the optimizer."""
+        return 1 / self.stages
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches whose tensors the first stage keeps at most (1F1B)."""
+        return min(self.stages, self.micro_batches)
+
+    @property
+    def schedule(self) -> str:
+        """Its name in a plan."""
+        if self.stages > 1:
+            return "1f1b"
+        return "none" if self.micro_batches == 1 else "accumulate"
+
+    def __str__(self) -> str:
+        parts = [f"pp={self.stages}"] if self.stages > 1 else []
+        parts += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
+        return ", ".join(parts) or "whole batch"
+
+
+WHOLE = Load()
