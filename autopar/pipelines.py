@@ -1,51 +1,62 @@
-"""The whole model: pipeline stages × mesh of one stage × micro-batches, each with its layouts and recomputation.
+"""The whole model: pipeline stages × mesh of one stage × micro-batches × schedule, with layouts and recomputation.
 
-trials      every (stages, data, tensor, micro-batches) that the options allow
-bounds      one relaxation for each (tensor, sequences of a micro-batch): what the blocks and ends cost at the least,
-            with nothing to wait for among data-parallel ranks and no memory limit; times (m + p - 1)/p it bounds
+trials      every (stages, data, tensor, micro-batch) that the options allow
+bounds      one relaxation for each (tensor, rows of a micro-batch): what the blocks and ends cost at the least, with
+            nothing to wait for among data-parallel ranks and no memory limit; as often as a step pays it, it bounds
             every trial of that kind
-solve       the most promising first, until no bound is below the best step: layouts under the memory of the first
-            and the last stage, recomputation allowed if memory binds without it; then blocks to stages
+solve       the most promising first, until no bound is below the best step: the relaxation under the memory of the
+            first and the last stage of an even cut; choices at prices of memory about its own are the columns of
+            every part; then blocks and columns to stages, for each schedule
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autopar import sharding
-from autopar.candidates import Candidate, Task, solve_problem
+from autopar.candidates import Task
 from autopar.cost_model.build import Priced, build_problem
-from autopar.cost_model.pipeline import block_runs, stage_problem
+from autopar.cost_model.pipeline import Choice, Parts, block_runs, stage_problem
 from autopar.cost_model.prices import MeshPrices
 from autopar.cost_model.search_space import axis_pins, divisors, stage_mesh
 from autopar.cost_model.wiring import SlotKind
+from autopar.errors import UserError
 from autopar.ir.graph import InputKind
 from autopar.ir.load import Load
 from autopar.ir.mesh import Mesh
-from autopar.ir.options import RECOMPUTE, Options
-from autopar.ir.problem import Problem
-from autopar.ir.solution import Solution
+from autopar.ir.options import Options
 from autopar.ir.stages import StageProblem, StageSolution
-from autopar.solver import relaxation_bound_us
-from autopar.solver.stages import solve_stages
+from autopar.solver import Sweep, relaxed, solve_stages, sweep
 
 Progress = Callable[[str, float], None]
 LARGEST_MICRO_BATCH = 16
-"""Sequences of one micro-batch on one rank: more gain nothing on matrices of 2 048 rows a sequence."""
-SOLVES = 16
+"""Rows of one micro-batch on one rank: more gain nothing on matrices of 2 048 tokens a row."""
+SOLVES = 24
 """Trials solved at most; what is left out then widens the gap that the plan states."""
+FACTORS = (0.0, 0.5, 0.99, 1.01, 1.3, 2.0, 5.0)
+"""Prices of memory tried, in the relaxation's own."""
+MOST_CHUNKS = 12
+"""Parts of the model on one stage at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One way to spread the step: `mesh` is that of a stage, `rows` the sequences of a micro-batch on one rank."""
+    """One way to spread the step.
+
+    Attributes:
+        mesh: of a stage.
+        rows: of one micro-batch on one rank.
+        bound_us: no plan of the trial takes less; `tight`: it knows the memory of the devices.
+    """
 
     load: Load
     mesh: Mesh
     rows: int
     bound_us: float = 0.0
+    tight: bool = False
 
     @property
     def tensor(self) -> int:
@@ -63,17 +74,35 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """A trial's answer. `bound_us` holds for the trial."""
+    """A trial's answer. `choices`: one for each column's name. `bound_us` holds for the trial."""
 
     trial: Trial
-    candidate: Candidate
-    solution: Solution
+    priced: Priced
+    choices: tuple[Choice, ...]
     stages: StageProblem
     assignment: StageSolution
+    bound_us: float
+    price_us_per_byte: float
 
     @property
     def step_us(self) -> float:
+        """Of the step."""
         return self.assignment.step_us
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Smaller is better; equals are told apart by what is simpler."""
+        return (self.step_us, self.trial.load.stages, self.stages.chunks, self.trial.tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Of a search: the best, a bound on all trials, how many there were and how many of them were solved."""
+
+    best: Solved | None
+    bound_us: float
+    trials: int
+    solved: int
 
 
 def batch_size(task: Task) -> int:
@@ -84,8 +113,22 @@ def batch_size(task: Task) -> int:
 
 def trials(task: Task) -> tuple[Trial, ...]:
     """Every way within pins and search space; tensor parallel ranks on the innermost links, unless pinned."""
-    found = [t for p in _stage_counts(task) for t in _of_stages(task, p)]
-    return tuple(found)
+    found = tuple(t for p in _stage_counts(task) for t in _of_stages(task, p))
+    if not found:
+        raise UserError(_no_trial(task))
+    return found
+
+
+def _no_trial(task: Task) -> str:
+    options = task.options
+    asked = [f"{k}={v}" for k, v in options.pins.items()]
+    asked += [f"{name} in {list(sizes)}" for name, sizes in options.search_space.items()]
+    asked += [f"{options.micro_batches} micro-batches"] if options.micro_batches else []
+    blocks = sum(count for _, count in block_runs(task.captured))
+    return (
+        f"{', '.join(asked) or 'no limits'}: no stages × data × tensor on {task.cluster.devices} devices of "
+        f"{task.cluster.name} cut {batch_size(task)} rows and {blocks} blocks so"
+    )
 
 
 def _stage_counts(task: Task) -> Iterator[int]:
@@ -105,6 +148,7 @@ def _of_stages(task: Task, stages: int) -> Iterator[Trial]:
     space = task.options.search_space
     pins = axis_pins(replace(task.options, pins={k: v for k, v in task.options.pins.items() if k != "pp"}))
     devices, batch = task.cluster.devices // stages, batch_size(task)
+    chunks = max(chunk_counts(task, stages, 2**31))
     near = task.cluster.levels[0].size if task.cluster.levels else 1
     for tensor in divisors(devices):
         if tensor != pins.get("tp", tensor) or tensor not in space.get("tensor", (tensor,)):
@@ -116,7 +160,17 @@ def _of_stages(task: Task, stages: int) -> Iterator[Trial]:
             continue
         mesh = stage_mesh({"dp": data, "tp": tensor}, task.cluster)
         for rows in _micro_batch_rows(task.options, batch // data):
-            yield Trial(load=Load(stages=stages, micro_batches=batch // data // rows), mesh=mesh, rows=rows)
+            yield Trial(
+                load=Load(stages=stages, micro_batches=batch // data // rows, chunks=chunks), mesh=mesh, rows=rows
+            )
+
+
+def chunk_counts(task: Task, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Parts of the model that a stage may hold: of equally many blocks, and with as many micro-batches as stages."""
+    blocks = sum(count for _, count in block_runs(task.captured))
+    if stages == 1 or blocks % stages or micro_batches < stages:
+        return (1,)
+    return tuple(v for v in divisors(blocks // stages) if v <= MOST_CHUNKS)
 
 
 def _micro_batch_rows(options: Options, rows: int) -> Iterator[int]:
@@ -153,57 +207,88 @@ def _work_us(task: Task, tensor: int, rows: int) -> float:
     nodes = tuple(
         replace(n, cost_us=(0.0,) * len(n.cost_us)) if i in storage else n for i, n in enumerate(priced.problem.nodes)
     )
-    return relaxation_bound_us(replace(priced.problem, nodes=nodes)) / times
+    return relaxed(replace(priced.problem, nodes=nodes))[0] / times
 
 
 def _priced(task: Task, trial: Trial, options: Options, limit_bytes: int) -> Priced:
     table = sharding.build_table(task.captured, trial.pieces, task.options, rules=task.rules)
     prices = MeshPrices(task.cluster, trial.mesh, trial.pieces)
     return build_problem(
-        task.captured, task.wiring, table, prices, options, limit_bytes, load=trial.load, mesh=trial.mesh
-    )
+        task.captured, task.wiring, table, prices, options, limit_bytes, load=trial.load, mesh=trial.mesh,
+        once_prices=MeshPrices(task.cluster, trial.mesh),
+    )  # fmt: skip
+
+
+def tightened(task: Task, trial: Trial) -> Trial:
+    """The trial with the bound of its own relaxation, under the memory of its devices; inf where nothing fits."""
+    if not task.limit_bytes:
+        return replace(trial, tight=True)
+    bound_us, _ = relaxed(_of_trial(task, trial).problem)
+    return replace(trial, bound_us=max(bound_us, trial.bound_us), tight=True)
 
 
 def solve_trial(task: Task, trial: Trial, cutoff_us: float) -> Solved | None:
     """The best of one trial; None if nothing fits, or nothing is below `cutoff_us`."""
-    plain = replace(task.options, allow=())
-    found = _solve(task, trial, plain, cutoff_us)
-    if RECOMPUTE in task.options.allow and (found is None or found.solution.memory_price_us_per_byte > 0):
-        again = _solve(
-            task, trial, replace(plain, allow=(RECOMPUTE,)), min(cutoff_us, found.step_us if found else cutoff_us)
-        )
-        found = again or found
-    return found
+    priced = _of_trial(task, trial)
+    found = sweep(priced.problem, FACTORS, cutoff_us)
+    return _staged(task, trial, priced, found, cutoff_us)
 
 
-def _solve(task: Task, trial: Trial, options: Options, cutoff_us: float) -> Solved | None:
-    priced = _priced(task, trial, options, task.limit_bytes)
-    problem: Problem = priced.problem
-    solution = solve_problem(problem, options, gap=options.gap, cutoff_us=None if math.isinf(cutoff_us) else cutoff_us)
-    if solution is None or not solution.choice:
-        return None
-    stages = stage_problem(task.captured, priced, solution.choice, task.cluster, trial.pieces, task.limit_bytes)
-    assignment = solve_stages(stages, cutoff_us=cutoff_us)
-    if assignment is None or assignment.assignment is None:
-        return None
-    table = sharding.build_table(task.captured, trial.pieces, task.options, rules=task.rules)
-    candidate = Candidate(trial.mesh, table, priced, trial.bound_us)
-    return Solved(trial=trial, candidate=candidate, solution=solution, stages=stages, assignment=assignment)
+def _of_trial(task: Task, trial: Trial) -> Priced:
+    return _priced(task, trial, task.options, task.limit_bytes)
 
 
-def best_of(task: Task, progress: Progress) -> tuple[Solved | None, float]:
-    """The best plan found and a lower bound on all trials' steps."""
-    left = bounded(task, trials(task), progress)
+def _staged(task: Task, trial: Trial, priced: Priced, found: Sweep, cutoff_us: float) -> Solved | None:
+    """Blocks and columns to stages, under the best schedule, from the choices that fit together."""
+    parts = Parts.of(task.captured, priced)
     best: Solved | None = None
-    bound = math.inf
-    for count, trial in enumerate(left):
-        if best is not None and (trial.bound_us >= best.step_us or count >= SOLVES):
-            bound = min(bound, trial.bound_us)
+    for group in _alike(parts, found.choices):
+        for chunks in chunk_counts(task, trial.load.stages, trial.load.micro_batches):
+            stages = stage_problem(parts, group, task.cluster, trial.pieces, task.limit_bytes, chunks)
+            assigned = solve_stages(stages, cutoff_us=min(cutoff_us, best.step_us if best else math.inf))
+            if assigned is None or assigned.assignment is None:
+                continue
+            solved = Solved(
+                trial=trial, priced=priced, choices=group, stages=stages, assignment=assigned, bound_us=found.bound_us,
+                price_us_per_byte=found.price_us_per_byte,
+            )  # fmt: skip
+            if best is None or solved.order < best.order:
+                best = solved
+    return best
+
+
+def _alike(parts: Parts, choices: tuple[Choice, ...]) -> list[tuple[Choice, ...]]:
+    """Choices that agree about what passes between parts, together."""
+    groups: dict[tuple[int, ...], list[Choice]] = {}
+    for choice in choices:
+        groups.setdefault(parts.boundary(choice), []).append(choice)
+    return [tuple(group) for group in groups.values()]
+
+
+def best_of(task: Task, progress: Progress) -> Found:
+    """The best plan found and a lower bound on the steps of all trials.
+
+    Of the trials left, that with the lowest bound is looked at: its own relaxation, then itself.
+    """
+    every = bounded(task, trials(task), progress)
+    left = [(t.bound_us, i, t) for i, t in enumerate(every)]
+    best: Solved | None = None
+    bounds: list[float] = []
+    solved = 0
+    while left:
+        bound, i, trial = heapq.heappop(left)
+        if math.isinf(bound) or (best is not None and (bound >= best.step_us or solved >= SOLVES)):
+            bounds.append(bound)
             break
-        progress(f"solve {trial}", 0.5 + 0.5 * count / max(1, min(SOLVES, len(left))))
+        progress(f"{len(left)} left: {trial}", 0.5 + 0.5 * (1 - len(left) / len(every)))
+        if not trial.tight:
+            trial = tightened(task, trial)
+            heapq.heappush(left, (trial.bound_us, i, trial))
+            continue
+        solved += 1
+        bounds.append(bound)
         found = solve_trial(task, trial, best.step_us if best else math.inf)
-        if found is not None:
-            bound = min(bound, found.solution.bound_us)
-            if best is None or found.step_us < best.step_us:
-                best = found
-    return best, min(bound, best.step_us if best else math.inf)
+        if found is not None and (best is None or found.order < best.order):
+            best = found
+    bound = min([*bounds, best.step_us if best else math.inf])
+    return Found(best=best, bound_us=bound, trials=len(every), solved=solved)

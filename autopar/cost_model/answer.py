@@ -9,10 +9,10 @@ import msgspec
 from autopar.cost_model.build import (
     Priced,
     Prices,
+    When,
     fixed_bytes,
     saved_readers,
     state_bytes_per_parameter,
-    wire_weight,
 )
 from autopar.cost_model.later import Mode
 from autopar.cost_model.places import Places
@@ -168,14 +168,17 @@ def _layouts(
     outputs: dict[str, dict[str, str]] = {g.name: {} for g in captured.graphs}
     targets = {(g.name, i.value.name): f"{i.kind.value}:{i.target}" for g in captured.graphs for i in g.inputs}
     nodes = priced.problem.nodes[: len(picks)]
-    for slot, pick, node, choice in zip(priced.wiring.slots, picks, nodes, solution.choice, strict=False):
+    for index, (slot, pick, node, choice) in enumerate(
+        zip(priced.wiring.slots, picks, nodes, solution.choice, strict=False)
+    ):
         if isinstance(pick, Strategy):
             assert slot.node is not None
             strategies[slot.graph][slot.node.key] = PlanStrategy(
                 inputs=[str(x) for x in pick.inputs],
                 outputs=["" if x is None else str(x) for x in pick.outputs],
                 tags=list(pick.tags),
-                us=node.cost_us[choice] / (slot.count * priced.load.runs),
+                us=node.cost_us[choice]
+                / (slot.count * (priced.load.once if index in priced.lasting else priced.load.runs)),
             )
         elif slot.kind is SlotKind.INPUT:
             inputs[slot.graph][targets[(slot.graph, slot.name)]] = str(pick)
@@ -189,17 +192,20 @@ def _conversions(captured: CapturedGraph, priced: Priced, solution: Solution, pr
     places = Places.of(captured)
     counts = {s.graph: s.count for s in priced.wiring.slots if s.kind is SlotKind.OP}
     found = []
-    for index, value, layouts in zip(priced.wires, priced.problem.values, priced.layouts, strict=True):
+    for index, value, layouts, when in zip(
+        priced.wires, priced.problem.values, priced.layouts, priced.when, strict=True
+    ):
         if index is None:
             continue
         wire = priced.wiring.wires[index]
         for p, q in conversions(value, solution.choice):
             before, after = layouts[p], layouts[q]
-            if before is None or after is None:
+            if before is None or after is None or before == after:
                 continue
             steps = plan_reshard(before, after)
             assert steps is not None
-            each = value.reshard_us[p][q] / (wire.count * wire_weight(wire, priced.wiring, priced.load))
+            times = priced.load.once if when is When.ONCE else priced.load.runs
+            each = value.reshard_us[p][q] / (wire.count * times)
             parts = prices.steps_us(wire.meta, before, after)
             for graph, name in wire.names:
                 found.append(

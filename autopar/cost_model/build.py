@@ -12,9 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Protocol
 
 from autopar.cost_model.ends import Ends
+from autopar.cost_model.lasting import (
+    HeldNode,
+    HeldPart,
+    HeldPrices,
+    add_held,
+    gradient_wires,
+    lasting_slots,
+    lasting_wires,
+)
 from autopar.cost_model.later import Asked, LaterNode, LaterPart, LaterPrices, add_later
 from autopar.cost_model.sums import reduces, waiting_sums
 from autopar.cost_model.wiring import Reader, Slot, SlotKind, Wire, Wiring
@@ -56,12 +66,21 @@ class Prices(Protocol):
 class WholeBytes:
     """Bytes of all instances on a mesh, before they are cut into stages: what the moments are made of.
 
-    `resident`, `working`: (slot, bytes per strategy); `saved`: versions that wait for the backward of one micro-batch.
+    `resident`: (node, slot whose bytes they are, bytes per strategy); `working`: (slot, bytes per strategy); `saved`:
+    versions that wait for the backward of one micro-batch.
     """
 
-    resident: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    resident: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     saved: tuple[VersionBytes, ...] = ()
     working: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+class When(Enum):
+    """When a step pays: in every micro-batch, there in the forward or the backward, or once."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    ONCE = "once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +93,9 @@ class Priced:
         layouts: per problem value, its layout indices (None: nothing there, nothing asked).
         wires: per problem value, index of its wire; None for one that holds no tensor.
         later: choices about what the backward finds of the forward, beyond the slots' own (`cost_model.later`).
+        held: choices about what stays for all micro-batches of a step (`cost_model.lasting`).
+        when: per problem value, when its conversions are paid.
+        lasting: slots that run once a step.
     """
 
     problem: Problem
@@ -84,6 +106,9 @@ class Priced:
     layouts: tuple[tuple[Layout | None, ...], ...]
     wires: tuple[int | None, ...]
     later: tuple[LaterNode, ...] = ()
+    held: tuple[HeldNode, ...] = ()
+    when: tuple[When, ...] = ()
+    lasting: frozenset[int] = frozenset()
     load: Load = WHOLE
     whole_bytes: WholeBytes = WholeBytes()
 
@@ -99,6 +124,19 @@ class _Context:
     load: Load
     mesh: Mesh
     ends: Ends
+    lasting: frozenset[int]
+    lasting_wires: frozenset[int]
+    once_prices: Prices
+
+    def weight(self, slot: int) -> float:
+        """How often a step pays for an op, as `Load` weighs it."""
+        return self.load.once if slot in self.lasting else self.load.runs
+
+    def convert_us(self, index: int, wire: Wire, before: Layout, after: Layout, *, once: bool) -> float:
+        """A conversion of all instances. What micro-batches don't cut is priced on the devices' own mesh."""
+        lasts = index in self.lasting_wires or once
+        prices = self.once_prices if lasts else self.prices
+        return prices.reshard_us(wire.meta, before, after) * wire.count * (self.load.once if once else self.load.runs)
 
     def piece(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
         """Local meta of the device with the largest piece."""
@@ -115,12 +153,6 @@ class _Context:
         return TensorMeta(local_shape(meta.shape, layout, self.mesh, meta.units), meta.dtype)
 
 
-def wire_weight(wire: Wire, wiring: Wiring, load: Load) -> float:
-    """How often a step converts one of the tensors, as `Load` weighs it: a gradient once, the others each run."""
-    gradient = wire.phase is Phase.BACKWARD and all(wiring.slots[r.slot].kind is SlotKind.STORAGE for r in wire.readers)
-    return load.once if gradient else load.runs
-
-
 def build_problem(
     captured: CapturedGraph,
     wiring: Wiring,
@@ -131,43 +163,79 @@ def build_problem(
     *,
     load: Load = WHOLE,
     mesh: Mesh | None = None,
+    once_prices: Prices | None = None,
 ) -> Priced:
     """The problem of one mesh. Raises CompilerError where the table lacks a slot.
 
     `load` says how the step runs on it. With micro-batches `table` is of a mesh whose `dp` is as many times longer as
     there are of them (a rank's piece of one micro-batch is what so many ranks would have of the whole batch); `mesh` is
-    that of the devices.
+    that of the devices, and `once_prices` are the prices on it.
     """
     metas = {g.name: {name: v.meta for name, v in g.values().items()} for g in captured.graphs}
-    context = _Context(captured, table, prices, options, metas, {}, load, mesh or table.mesh, Ends.of(captured, wiring))
+    lasting = lasting_slots(wiring) if load != WHOLE else frozenset[int]()
+    context = _Context(
+        captured, table, prices, options, metas, {}, load, mesh or table.mesh, Ends.of(captured, wiring), lasting,
+        lasting_wires(wiring, lasting) | frozenset(gradient_wires(wiring) if load != WHOLE else ()),
+        once_prices or prices,
+    )  # fmt: skip
     choices = tuple(_options(slot, context) for slot in wiring.slots)
-    priced = [_node(slot, picks, context) for slot, picks in zip(wiring.slots, choices, strict=True)]
+    priced = [_node(i, slot, picks, context) for i, (slot, picks) in enumerate(zip(wiring.slots, choices, strict=True))]
     values, layouts = [], []
     waiting = waiting_sums(wiring, choices)
     part = _later(wiring, choices, priced, context) if RECOMPUTE in options.allow else LaterPart()
+    held = _held(wiring, choices, part, context) if load != WHOLE else HeldPart()
     kept = {c.wire for c in part.choices}
     for index, wire in enumerate(wiring.wires):
-        late = saved_readers(wire, wiring, prices) if index in kept else ()
-        readers = [r for i, r in enumerate(wire.readers) if i not in late]
-        value, names = _value(wire, readers, part.asked.get(index, ()), choices, context, waits=index in waiting)
+        gone = held.through.get(index, frozenset[int]())
+        gone |= frozenset(saved_readers(wire, wiring, prices)) if index in kept else frozenset()
+        readers = [r for i, r in enumerate(wire.readers) if i not in gone]
+        asked = () if index in context.lasting_wires else part.asked.get(index, ())
+        value, names = _value(index, wire, readers, asked, choices, context, waits=index in waiting)
         values.append(value)
         layouts.append(names)
     saved = () if RECOMPUTE in options.allow else _kept(wiring, tuple(layouts), context)
-    whole = _whole(captured, wiring, choices, saved, context)
+    whole = _whole(captured, wiring, choices, saved, held, context)
     moments = _moments(captured, wiring, whole, part.choices, context, limit_bytes)
     problem = Problem(
         name=f"{captured.model_name} on {context.mesh}" + (f" ({load})" if load != WHOLE else ""),
-        nodes=(*(node for node, _ in priced), *part.nodes),
-        values=(*values, *part.values),
+        nodes=(*(node for node, _ in priced), *part.nodes, *held.nodes),
+        values=(*values, *part.values, *held.values),
         moments=moments,
     )
-    read = {v.value: v for v in part.read}
-    more = range(len(values), len(problem.values))
+    added: dict[int, tuple[int, tuple[Layout | None, ...], When]] = {
+        v.value: (v.wire, v.layouts, When.BACKWARD) for v in part.read
+    }
+    added |= {v.value: (v.wire, v.layouts, When.ONCE if v.once else When(v.phase.value)) for v in held.read}
+    more = [added.get(i, (None, (), When.BACKWARD)) for i in range(len(values), len(problem.values))]
     return Priced(
         problem, wiring, context.mesh, choices, tuple(compute for _, compute in priced),
-        (*layouts, *(read[i].layouts if i in read else () for i in more)),
-        (*range(len(values)), *(read[i].wire if i in read else None for i in more)),
-        part.choices, load, whole,
+        (*layouts, *(names for _, names, _ in more)),
+        (*range(len(values)), *(wire for wire, _, _ in more)),
+        part.choices, held.choices,
+        (*(_when(i, w, context) for i, w in enumerate(wiring.wires)), *(when for _, _, when in more)),
+        lasting, load, whole,
+    )  # fmt: skip
+
+
+def _when(index: int, wire: Wire, context: _Context) -> When:
+    if index in context.lasting_wires:
+        return When.ONCE
+    return When.BACKWARD if wire.readers[0].phase is Phase.BACKWARD else When.FORWARD
+
+
+def _held(
+    wiring: Wiring, choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...], part: LaterPart, context: _Context
+) -> HeldPart:
+    """What stays for all micro-batches of a step."""
+    wires = wiring.wires
+    prices = HeldPrices(
+        convert_us=lambda i, p, q, once: context.convert_us(i, wires[i], p, q, once=once),
+        bytes=lambda i, q: context.stored(wires[i].meta, q).nbytes * wires[i].count,
+    )
+    lasting = context.lasting_wires
+    return add_held(
+        wiring, choices, context.lasting, {i: a for i, a in part.asked.items() if i in lasting}, prices,
+        nodes=len(wiring.slots) + len(part.nodes), values=len(wires) + len(part.values),
     )  # fmt: skip
 
 
@@ -183,14 +251,18 @@ def _later(
     def made(index: int, layout: Layout) -> int:
         return context.piece(wires[index].meta, layout).nbytes
 
-    late = {i: found for i, wire in enumerate(wires) if (found := saved_readers(wire, wiring, context.prices))}
+    late = {
+        i: found
+        for i, wire in enumerate(wires)
+        if i not in context.lasting_wires and (found := saved_readers(wire, wiring, context.prices))
+    }
     prices = LaterPrices(
         again_us=lambda slot, s: priced[slot][0].cost_us[s],
-        convert_us=lambda i, p, q: context.prices.reshard_us(wires[i].meta, p, q) * wires[i].count * context.load.runs,
+        convert_us=lambda i, p, q: context.convert_us(i, wires[i], p, q, once=False),
         kept_bytes=lambda i, q: made(i, q) * wires[i].saved_count,
         made_bytes=made,
     )
-    return add_later(wiring, choices, late, prices)
+    return add_later(wiring, choices, late, prices, context.lasting_wires)
 
 
 def _options(slot: Slot, context: _Context) -> tuple[Strategy, ...] | tuple[Layout, ...]:
@@ -220,10 +292,10 @@ def _shared_storage(slot: Slot, table: StrategyTable) -> tuple[Layout, ...]:
 
 
 def _node(
-    slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: _Context
+    index: int, slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: _Context
 ) -> tuple[ProblemNode, tuple[float, ...]]:
     if slot.kind is SlotKind.OP:
-        compute, inner = _op_costs(slot, picks, context)
+        compute, inner = _op_costs(index, slot, picks, context)
     elif slot.kind is SlotKind.STORAGE:
         compute, inner = _update_costs(slot, picks, context), (0.0,) * len(picks)
     else:
@@ -233,22 +305,24 @@ def _node(
 
 
 def _op_costs(
-    slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: _Context
+    index: int, slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: _Context
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     node = slot.node
     assert node is not None
     metas = [context.metas[slot.graph][ref] for ref in node.refs]
     compute, inner = [], []
+    piece = context.stored if index in context.lasting else context.piece
+    weight = slot.count * context.weight(index)
     for pick in picks:
         assert isinstance(pick, Strategy)
-        ins = tuple(context.piece(m, layout) for m, layout in zip(metas, pick.inputs, strict=True))
+        ins = tuple(piece(m, layout) for m, layout in zip(metas, pick.inputs, strict=True))
         outs = tuple(
-            None if out is None or layout is None else context.piece(out.meta, layout)
+            None if out is None or layout is None else piece(out.meta, layout)
             for out, layout in zip(node.outputs, pick.outputs, strict=True)
         )
         work, communication = context.prices.op_us(node, pick, ins, outs)
-        compute.append(work * slot.count * context.load.runs)
-        inner.append(communication * slot.count * context.load.runs)
+        compute.append(work * weight)
+        inner.append(communication * weight)
     return tuple(compute), tuple(inner)
 
 
@@ -279,6 +353,7 @@ def _layout_of(pick: Strategy | Layout, position: int, *, output: bool) -> Layou
 
 
 def _value(
+    index_of_wire: int,
     wire: Wire,
     readers: list[Reader],
     asked: tuple[Asked, ...],
@@ -298,14 +373,13 @@ def _value(
     index = {layout: i for i, layout in enumerate(names)}
     wanted = {layout for row in wants for layout in row}
     table = [[0.0 if p == q else INFINITY for q in names] for p in names]
-    weight = wire_weight(wire, context.ends.wiring, context.load)
+    once = index_of_wire in context.lasting_wires
     for p in dict.fromkeys(made):
         for q in wanted:
             if q is None:
                 table[index[p]][index[q]] = 0.0
             elif p != q and not (waits and reduces(p, q)):
-                price = context.prices.reshard_us(wire.meta, p, q)
-                table[index[p]][index[q]] = price * wire.count * weight
+                table[index[p]][index[q]] = context.convert_us(index_of_wire, wire, p, q, once=once)
     value = ProblemValue(
         name=f"{wire.names[0][0]}:{wire.names[0][1]}"
         + (f":{wire.readers[0].phase.value}" if wire.of_parameter else ""),
@@ -325,6 +399,7 @@ def _whole(
     wiring: Wiring,
     choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...],
     saved: tuple[VersionBytes, ...],
+    held: HeldPart,
     context: _Context,
 ) -> WholeBytes:
     """What the moments are made of; `saved`: what waits for the backward, where no choice says what does."""
@@ -335,7 +410,10 @@ def _whole(
         if s.kind is SlotKind.OP and s.node
     )[:WORKING_SETS]
     return WholeBytes(
-        resident=tuple((i, _state_bytes(i, choices[i], context, wiring).bytes) for i in storage),
+        resident=(
+            *((i, i, _state_bytes(i, choices[i], context, wiring).bytes) for i in storage),
+            *((c.node, c.slot, c.bytes) for c in held.choices),
+        ),
         saved=saved,
         working=tuple(
             (i, tuple(working_bytes(wiring.slots[i], pick, context) for pick in choices[i])) for _, i in largest
@@ -357,7 +435,9 @@ def _moments(
     found = []
     for stage, where in context.ends.stages(context.load):
         part = context.ends.part(context.load, stage)
-        held = [NodeBytes(node=i, bytes=part.share(sizes, i, waits=False)) for i, sizes in whole.resident]
+        held = [
+            NodeBytes(node=node, bytes=part.share(sizes, slot, waits=False)) for node, slot, sizes in whole.resident
+        ]
         for kept in later:
             if any(kept.kept_bytes) or any(kept.made_bytes):
                 sizes = part.share(kept.kept_bytes, kept.slot, waits=True)
@@ -385,7 +465,7 @@ def _kept(
     saved = []
     for i, wire in enumerate(wiring.wires):
         late = saved_readers(wire, wiring, context.prices)
-        if late:
+        if late and i not in context.lasting_wires:
             pieces = [context.piece(wire.meta, layout).nbytes if layout is not None else 0 for layout in layouts[i]]
             saved.append(
                 VersionBytes(value=i, consumers=late, bytes=tuple(piece * wire.saved_count for piece in pieces))
@@ -423,7 +503,8 @@ def _state_bytes(
 ) -> NodeBytes:
     slot = wiring.slots[index]
     assert slot.meta is not None
-    per = state_bytes_per_parameter(slot, context.captured, context.options)
+    weight, gradient, state = state_bytes_per_parameter(slot, context.captured, context.options)
+    per = (weight, 0 if context.lasting else gradient, state)  # a sum of gradients has a node of its own
     sizes = []
     for pick in picks:
         assert isinstance(pick, Layout)

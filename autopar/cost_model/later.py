@@ -126,9 +126,18 @@ def _at_hand(wiring: Wiring, wire: Wire) -> bool:
     return wire.of_parameter or slot.kind is SlotKind.STORAGE or (slot.kind is SlotKind.INPUT and slot.graph == "top")
 
 
-def add_later(wiring: Wiring, choices: Choices, late: Mapping[int, tuple[int, ...]], prices: LaterPrices) -> LaterPart:
-    """The nodes and values behind those of the wiring. `late`: per wire, positions of its readers in the backward."""
-    return _Builder(wiring, choices, late, prices, _wire_of_name(wiring)).build()
+def add_later(
+    wiring: Wiring,
+    choices: Choices,
+    late: Mapping[int, tuple[int, ...]],
+    prices: LaterPrices,
+    lasting: frozenset[int] = frozenset(),
+) -> LaterPart:
+    """The nodes and values behind those of the wiring. `late`: per wire, positions of its readers in the backward.
+
+    `lasting`: wires whose tensors are there all through the step; what is asked of them is only named.
+    """
+    return _Builder(wiring, choices, late, prices, _wire_of_name(wiring), lasting).build()
 
 
 def _wire_of_name(wiring: Wiring) -> dict[tuple[str, str], int]:
@@ -148,6 +157,7 @@ class _Builder:
     late: Mapping[int, tuple[int, ...]]
     prices: LaterPrices
     wire_of: Mapping[tuple[str, str], int]
+    lasting: frozenset[int]
     nodes: list[ProblemNode] = field(default_factory=list)
     values: list[ProblemValue] = field(default_factory=list)
     found: list[LaterNode] = field(default_factory=list)
@@ -173,7 +183,7 @@ class _Builder:
             wire = self.wiring.wires[index]
             if index in self.forward:
                 continue
-            if wire.of_parameter and wire.readers[0].phase is Phase.FORWARD:
+            if index not in self.lasting and wire.of_parameter and wire.readers[0].phase is Phase.FORWARD:
                 self._value(index, None)  # the backward doesn't read it otherwise: converted there from storage
             else:
                 asked[index] = tuple(askers)  # read where it is
@@ -193,7 +203,7 @@ class _Builder:
             slot = self.wiring.slots[wire.producer]
             assert slot.node is not None
             for index in {self.wire_of[(slot.graph, ref)] for ref in slot.node.refs} - found:
-                if not _at_hand(self.wiring, self.wiring.wires[index]):
+                if index not in self.lasting and not _at_hand(self.wiring, self.wiring.wires[index]):
                     found.add(index)
                     todo.append(index)
         return tuple(sorted(found))

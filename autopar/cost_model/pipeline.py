@@ -1,17 +1,20 @@
-"""A choice for the whole model -> what each part of it costs, for the assignment to pipeline stages.
+"""Choices for the whole model -> what each part of it costs under each, for the assignment to pipeline stages.
 
 The parts are the model's ends and its blocks, in the order of their calls (`ends`). A part's times are those of one
-micro-batch, its bytes those of one instance.
+micro-batch, its bytes those of one instance. One choice gives one column of every part; columns of different choices
+may stand beside each other if what passes between the parts has the same layouts under both (`boundary`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from autopar.cost_model.build import Priced, wire_weight
+from autopar.cost_model.build import Priced, When
 from autopar.cost_model.ends import BLOCKS, FIRST, LAST, Ends
+from autopar.cost_model.later import Mode
 from autopar.cost_model.wiring import SlotKind, Wire
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph, Phase
@@ -19,6 +22,8 @@ from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.problem import conversions
 from autopar.ir.stages import Column, Run, Stage, StageProblem, in_flight
+
+Choice = tuple[int, ...]
 
 
 @dataclass
@@ -29,37 +34,88 @@ class _Part:
     finish_us: float = 0.0
     resident: int = 0
     saved: int = 0
-    transient: int = 0
+    working: int = 0
+    remade: int = 0
 
     def column(self, name: str, count: int) -> Column:
         """Of one instance."""
         return Column(
             name=name, forward_us=self.us[Phase.FORWARD] / count, backward_us=self.us[Phase.BACKWARD] / count,
             saved_bytes=-(-self.saved // count), resident_bytes=-(-self.resident // count),
-            transient_bytes=self.transient, finish_us=self.finish_us / count,
+            transient_bytes=self.working + self.remade, finish_us=self.finish_us / count,
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A priced problem cut into the model's parts.
+
+    Attributes:
+        runs: (part, instances that follow one another), in model order: the first end, blocks, the last end.
+        homes: per slot the parts that it is in, at least one.
+    """
+
+    captured: CapturedGraph
+    priced: Priced
+    runs: tuple[tuple[str, int], ...]
+    homes: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, captured: CapturedGraph, priced: Priced) -> Parts:
+        """From the order of the top graph's calls."""
+        runs = ((FIRST, 1), *block_runs(captured), (LAST, 1))
+        return cls(captured, priced, runs, _homes(captured, priced))
+
+    def columns(self, choice: Choice, name: str) -> dict[str, Column]:
+        """What each part costs under a choice."""
+        found = {part: _Part() for part in (FIRST, LAST, *(b.key for b in self.captured.blocks))}
+        _add_times(self, choice, found)
+        _add_bytes(self, choice, found)
+        counts = {b.key: len(b.instances) for b in self.captured.blocks}
+        return {part: sums.column(name, counts.get(part, 1)) for part, sums in found.items()}
+
+    def boundary(self, choice: Choice) -> tuple[int, ...]:
+        """What a choice says about tensors that pass from part to part, and about parameters that several hold."""
+        found = []
+        for index, wire in enumerate(self.priced.wiring.wires):
+            value = self.priced.problem.values[index]
+            crossing = [r.slot for r in wire.readers if self.homes[r.slot] != self.homes[wire.producer]]
+            if wire.of_parameter or self.priced.wiring.slots[wire.producer].kind is SlotKind.STORAGE:
+                if len(self.homes[wire.producer]) > 1:
+                    found.append(choice[wire.producer])
+            elif crossing:
+                found.append(value.made[choice[wire.producer]])
+                found += [choice[slot] for slot in crossing]
+        return tuple(found)
+
+
 def stage_problem(
-    captured: CapturedGraph, priced: Priced, choice: tuple[int, ...], cluster: ClusterSpec, pieces: Mesh,
-    limit_bytes: int,
-) -> StageProblem:  # fmt: skip
-    """What is left to decide when each block's layouts are: which stage runs which blocks."""
-    parts = _parts(captured, priced, choice)
-    runs = [Run(name=FIRST, count=1, columns=(parts[FIRST].column(FIRST, 1),))]
-    counts = {b.key: len(b.instances) for b in captured.blocks}
-    for key, count in block_runs(captured):
-        runs.append(Run(name=key, count=count, columns=(parts[key].column(key, counts[key]),)))
-    runs.append(Run(name=LAST, count=1, columns=(parts[LAST].column(LAST, 1),)))
-    load = priced.load
-    fixed = sum(b.meta.nbytes for b in captured.buffers)
-    flying = in_flight("1f1b", stages=load.stages, micro_batches=load.micro_batches)
+    parts: Parts, choices: Sequence[Choice], cluster: ClusterSpec, pieces: Mesh, limit_bytes: int, chunks: int = 1
+) -> StageProblem:
+    """What is left to decide when each block's layouts are: which stage runs which blocks, each in which column.
+
+    `choices`: with the same `boundary`. `pieces`: the mesh that cuts a tensor as micro-batches and ranks do.
+    """
+    load = parts.priced.load
+    columns = [parts.columns(choice, str(k)) for k, choice in enumerate(choices)]
+    runs = tuple(
+        Run(name=part, count=count, columns=_distinct([c[part] for c in columns])) for part, count in parts.runs
+    )
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    flying = in_flight(schedule, stages=load.stages, micro_batches=load.micro_batches, chunks=chunks)
+    fixed = sum(b.meta.nbytes for b in parts.captured.buffers)
+    places = _devices(cluster, load.stages, limit_bytes)
     return StageProblem(
-        name=priced.problem.name,
-        runs=tuple(runs),
-        stages=tuple(Stage(limit_bytes=limit_bytes, fixed_bytes=fixed, in_flight=n) for n in flying),
+        name=parts.priced.problem.name,
+        runs=runs,
+        stages=tuple(
+            Stage(limit_bytes=limit, fixed_bytes=fixed, in_flight=n, speed=speed)
+            for n, (limit, speed) in zip(flying, places, strict=True)
+        ),
         micro_batches=load.micro_batches,
-        boundary_us=_boundary_us(captured, priced, choice, cluster, pieces) if load.stages > 1 else 0.0,
+        boundary_us=_boundary_us(parts, choices[0], cluster, pieces) if load.stages > 1 else 0.0,
+        boundary_hidden=False,
+        chunks=chunks,
     )
 
 
@@ -75,82 +131,123 @@ def block_runs(captured: CapturedGraph) -> list[tuple[str, int]]:
     return runs
 
 
-def _parts(captured: CapturedGraph, priced: Priced, choice: tuple[int, ...]) -> dict[str, _Part]:
-    wiring, load = priced.wiring, priced.load
-    ends = Ends.of(captured, wiring)
-    parts = {name: _Part() for name in (FIRST, LAST, *(b.key for b in captured.blocks))}
+def _distinct(columns: list[Column]) -> tuple[Column, ...]:
+    """Columns that differ in more than their name, the first of equals."""
+    found: dict[Column, Column] = {}
+    for column in columns:
+        found.setdefault(replace(column, name=""), column)
+    return tuple(found.values())
 
-    def where(slot: int) -> list[_Part]:
-        found = wiring.slots[slot].graph
-        if found in parts:
-            return [parts[found]]
-        readers = {wiring.slots[r.slot].graph for w in wiring.wires if w.producer == slot for r in w.readers}
-        blocks = [parts[g] for g in sorted(readers) if g in parts]
-        return blocks + [parts[p] for p in sorted(ends.parts[slot]) if p != BLOCKS]
 
-    homes = [where(i) for i in range(len(wiring.slots))]
+def _devices(cluster: ClusterSpec, stages: int, limit_bytes: int) -> list[tuple[int, float]]:
+    """(bytes, speed factor) of each stage's devices; columns are priced on the slowest kind in the cluster.
+
+    A stage that holds devices of several kinds runs as the slowest and holds as much as the smallest of them.
+    """
+    kinds = [i for i, g in enumerate(cluster.groups) for _ in range(g.count)]
+    devices = [g.device for g in cluster.groups]
+    slowest = min(_flops(d.peak_flops) for d in devices)
+    each = len(kinds) // stages
+    whole = limit_bytes == cluster.memory_bytes  # each kind may then be filled
+    found = []
+    for stage in range(stages):
+        mine = [devices[i] for i in sorted(set(kinds[stage * each : (stage + 1) * each]))]
+        memory = min(d.memory_bytes for d in mine)
+        speed = slowest / min(_flops(d.peak_flops) for d in mine) if slowest else 1.0
+        found.append((memory if whole else min(limit_bytes, memory), speed))
+    return found
+
+
+def _flops(peaks: dict[str, float]) -> float:
+    """The fastest rate of a device."""
+    return max(peaks.values(), default=0.0)
+
+
+def _homes(captured: CapturedGraph, priced: Priced) -> tuple[tuple[str, ...], ...]:
+    ends = Ends.of(captured, priced.wiring)
+    blocks = {b.key for b in captured.blocks}
+    readers: dict[int, set[str]] = {}
+    for wire in priced.wiring.wires:
+        readers.setdefault(wire.producer, set()).update(priced.wiring.slots[r.slot].graph for r in wire.readers)
+    found: list[tuple[str, ...]] = []
+    for i, slot in enumerate(priced.wiring.slots):
+        if slot.graph in blocks:
+            found.append((slot.graph,))
+            continue
+        inside = sorted(readers.get(i, set()) & blocks) if slot.kind is SlotKind.STORAGE else []
+        here = (*inside, *(p for p in sorted(ends.parts[i]) if p != BLOCKS)) or (LAST,)
+        found.append(here if priced.load.stages > 1 else here[:1])  # one stage holds one copy
+    return tuple(found)
+
+
+def _add_times(parts: Parts, choice: Choice, found: dict[str, _Part]) -> None:
+    priced, homes = parts.priced, parts.homes
+    load, wiring = priced.load, priced.wiring
     for i, slot in enumerate(wiring.slots):
         cost = priced.problem.nodes[i].cost_us[choice[i]]
-        if slot.kind is SlotKind.OP and slot.node is not None:
-            homes[i][0].us[slot.node.phase] += cost / load.runs
-        elif slot.kind is SlotKind.STORAGE:
+        if slot.kind is SlotKind.STORAGE:
             for part in homes[i]:
-                part.finish_us += cost / load.once
+                found[part].finish_us += cost / load.once
+        elif i in priced.lasting:
+            found[homes[i][0]].finish_us += cost / load.once
+        elif slot.node is not None:
+            found[homes[i][0]].us[slot.node.phase] += cost / load.runs
     for chosen in priced.later:
-        at = choice[chosen.node]
-        part = homes[chosen.slot][0] if homes[chosen.slot] else parts[LAST]
-        part.us[Phase.BACKWARD] += priced.problem.nodes[chosen.node].cost_us[at] / load.runs
-        if chosen.wire is not None:
-            part.saved += chosen.kept_bytes[at]
-            part.transient += chosen.made_bytes[at]
+        cost = priced.problem.nodes[chosen.node].cost_us[choice[chosen.node]]
+        found[homes[chosen.slot][0]].us[Phase.BACKWARD] += cost / load.runs
     for number, index in enumerate(priced.wires):
         if index is None:
             continue
-        wire, value = wiring.wires[index], priced.problem.values[number]
+        value = priced.problem.values[number]
         cost = sum(value.reshard_us[p][q] for p, q in conversions(value, choice))
-        part = _home_of_wire(wire, homes, parts)
-        weight = wire_weight(wire, wiring, load)
-        if weight == load.once and load.once != load.runs:
-            part.finish_us += cost / weight
+        part_of = found[_home_of_wire(parts, wiring.wires[index])]
+        when = priced.when[number]
+        if when is When.ONCE:
+            part_of.finish_us += cost / load.once
         else:
-            late = number >= len(wiring.wires) or wire.readers[0].phase is Phase.BACKWARD
-            part.us[Phase.BACKWARD if late else Phase.FORWARD] += cost / weight
-    _bytes(priced, choice, homes)
-    return parts
+            part_of.us[Phase(when.value)] += cost / load.runs
 
 
-def _home_of_wire(wire: Wire, homes: list[list[_Part]], parts: dict[str, _Part]) -> _Part:
+def _home_of_wire(parts: Parts, wire: Wire) -> str:
     graph = wire.names[0][0]
-    if graph in parts:
-        return parts[graph]
-    readers = [part for r in wire.readers for part in homes[r.slot]]
-    return (homes[wire.producer] or readers or [parts[LAST]])[0]
+    if any(b.key == graph for b in parts.captured.blocks):
+        return graph
+    return parts.homes[wire.producer][0]
 
 
-def _bytes(priced: Priced, choice: tuple[int, ...], homes: list[list[_Part]]) -> None:
+def _add_bytes(parts: Parts, choice: Choice, found: dict[str, _Part]) -> None:
     """Resident, saved and working bytes, as the problem's moments sum them before they are cut into stages."""
-    for node, sizes in priced.whole_bytes.resident:
-        for part in homes[node]:
-            part.resident += sizes[choice[node]]
+    priced, homes = parts.priced, parts.homes
+    for node, slot, sizes in priced.whole_bytes.resident:
+        for part in homes[slot]:
+            found[part].resident += sizes[choice[node]]
+    for chosen in priced.later:
+        at = choice[chosen.node]
+        if chosen.wire is None:
+            continue
+        part_of = found[homes[chosen.slot][0]]
+        if chosen.choices[at].mode is Mode.KEEP:
+            part_of.saved += chosen.kept_bytes[at]
+        else:
+            part_of.remade += chosen.made_bytes[at]
     for version in priced.whole_bytes.saved:
         value = priced.problem.values[version.value]
         wanted = {value.consumers[k].wants[choice[value.consumers[k].node]] for k in version.consumers}
-        homes[value.producer][0].saved += sum(version.bytes[q] for q in wanted)
-    working: Counter[int] = Counter()
+        found[homes[value.producer][0]].saved += sum(version.bytes[q] for q in wanted)
+    working: Counter[str] = Counter()
     for node, sizes in priced.whole_bytes.working:
-        working[id(homes[node][0])] = max(working[id(homes[node][0])], sizes[choice[node]])
-    for part in {id(p): p for home in homes for p in home}.values():
-        part.transient += working[id(part)]
+        working[homes[node][0]] = max(working[homes[node][0]], sizes[choice[node]])
+    for part, size in working.items():
+        found[part].working = size
 
 
-def _boundary_us(
-    captured: CapturedGraph, priced: Priced, choice: tuple[int, ...], cluster: ClusterSpec, pieces: Mesh
-) -> float:
+def _boundary_us(parts: Parts, choice: Choice, cluster: ClusterSpec, pieces: Mesh) -> float:
     """µs to send what one block passes to the next, for one micro-batch, to the same place in the next stage."""
-    first = next((n for n in captured.top.nodes if n.op == "autopar.block"), None)
+    first = next((n for n in parts.captured.top.nodes if n.op == "autopar.block"), None)
     if first is None:
         return 0.0
-    names = {("top" if captured.top.name == "top" else captured.top.name, o.name) for o in first.outputs if o}
+    priced = parts.priced
+    names = {(parts.captured.top.name, o.name) for o in first.outputs if o}
     total = 0
     for wire in priced.wiring.wires:
         if wire.phase is Phase.FORWARD and names & set(wire.names):

@@ -11,19 +11,21 @@ class Load:
 
     A stage of 1F1B is busy with m micro-batches and waits for p - 1 others. With W the whole model's work on one
     micro-batch the step takes (m + p - 1)·W/p at the least, however it is cut: the slowest stage has W/p or more.
+    With up to `chunks` parts of the model on each stage (an interleaved schedule) the waiting is as many times shorter.
     """
 
     stages: int = 1
     micro_batches: int = 1
+    chunks: int = 1
 
     def __post_init__(self) -> None:
-        if self.stages < 1 or self.micro_batches < 1:
-            raise ValueError(f"{self.stages} stages, {self.micro_batches} micro-batches: wanted 1 or more")
+        if min(self.stages, self.micro_batches, self.chunks) < 1:
+            raise ValueError(f"{self}: wanted 1 or more of each")
 
     @property
     def runs(self) -> float:
         """What a step pays of the work of one micro-batch through the whole model."""
-        return (self.micro_batches + self.stages - 1) / self.stages
+        return (self.micro_batches + (self.stages - 1) / self.chunks) / self.stages
 
     @property
     def once(self) -> float:
@@ -34,13 +36,6 @@ class Load:
     def in_flight(self) -> int:
         """Micro-batches whose tensors the first stage keeps at most (1F1B)."""
         return min(self.stages, self.micro_batches)
-
-    @property
-    def schedule(self) -> str:
-        """Its name in a plan."""
-        if self.stages > 1:
-            return "1f1b"
-        return "none" if self.micro_batches == 1 else "accumulate"
 
     def __str__(self) -> str:
         parts = [f"pp={self.stages}"] if self.stages > 1 else []

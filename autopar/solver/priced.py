@@ -7,12 +7,15 @@ out, the relaxation is mostly integral, and is the second of these. It is a poin
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from autopar.ir.problem import Problem, evaluate
-from autopar.solver.backends import Backend
-from autopar.solver.linear import LinearAnswer
+from autopar.solver.backends import Backend, backend_named
+from autopar.solver.linear import LinearAnswer, LinearStatus
 from autopar.solver.model import ProblemModel, build_model, choice_of
+from autopar.solver.search import find_choice
 
 FACTORS = (1.001, 1.03, 1.15, 1.5, 3.0, 10.0)
 """Of the relaxation's prices, until a choice fits."""
@@ -33,6 +36,54 @@ def priced_choice(problem: Problem, model: ProblemModel, lp: LinearAnswer, solve
         if evaluate(problem, choice).feasible:
             return choice
     return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Choices along the lower hull of time over memory.
+
+    Attributes:
+        bound_us: optimum of the relaxation with the limits; inf where even that can't fit.
+        price_us_per_byte: what a byte more would save of it, all moments together.
+        choices: one for each price tried, without repeats, the fastest first. They need not fit.
+    """
+
+    bound_us: float
+    price_us_per_byte: float = 0.0
+    choices: tuple[tuple[int, ...], ...] = ()
+
+
+def sweep(problem: Problem, factors: Sequence[float], cutoff_us: float = math.inf) -> Sweep:
+    """Solve at `factors` times the relaxation's own prices of memory; at none where memory binds nothing.
+
+    No choices where the relaxation costs `cutoff_us` or more. Moments must hold bytes of nodes only, or bind nothing.
+    """
+    solver = backend_named("highs")
+    model = build_model(problem)
+    lp = solver.lp(model.linear, None)
+    if lp.status is LinearStatus.INFEASIBLE or lp.point is None:
+        return Sweep(bound_us=math.inf)
+    prices = _prices(problem, model, lp)
+    if lp.bound >= cutoff_us:
+        return Sweep(bound_us=lp.bound, price_us_per_byte=sum(prices))
+    found = []
+    free = replace(problem, moments=())
+    if not any(prices):
+        found.append(_whole_choice(free, *choice_of(model, lp.point)))
+    for factor in factors if any(prices) else ():
+        paying = _paying(problem, [factor * price for price in prices])
+        own = build_model(paying)
+        answer = solver.lp(own.linear, None)
+        if answer.point is not None:
+            found.append(_whole_choice(paying, *choice_of(own, answer.point)))
+    return Sweep(bound_us=lp.bound, price_us_per_byte=sum(prices), choices=tuple(dict.fromkeys(c for c in found if c)))
+
+
+def _whole_choice(problem: Problem, choice: tuple[int, ...], whole: bool) -> tuple[int, ...]:
+    """A choice of whole strategies near the relaxation's; () if none is found that is possible at all."""
+    if not (whole and evaluate(problem, choice).feasible):
+        choice = find_choice(problem, start=choice)
+    return choice if evaluate(problem, choice).feasible else ()
 
 
 def _prices(problem: Problem, model: ProblemModel, lp: LinearAnswer) -> list[float]:
