@@ -29,14 +29,14 @@ from autopar.ir.load import Load
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
 from autopar.ir.stages import StageProblem, StageSolution
-from autopar.solver import Sweep, relaxed, solve_stages, sweep
+from autopar.solver import Relaxation, Sweep, relaxed, solve_stages, sweep
 
 Progress = Callable[[str, float], None]
 LARGEST_MICRO_BATCH = 16
 """Rows of one micro-batch on one rank: more gain nothing on matrices of 2 048 tokens a row."""
 SOLVES = 24
 """Trials solved at most; what is left out then widens the gap that the plan states."""
-FACTORS = (0.0, 0.5, 0.99, 1.01, 1.3, 2.0, 5.0)
+FACTORS = (0.3, 0.99, 1.01, 1.5, 4.0)
 """Prices of memory tried, in the relaxation's own."""
 MOST_CHUNKS = 12
 """Parts of the model on one stage at most."""
@@ -49,14 +49,13 @@ class Trial:
     Attributes:
         mesh: of a stage.
         rows: of one micro-batch on one rank.
-        bound_us: no plan of the trial takes less; `tight`: it knows the memory of the devices.
+        bound_us: no plan of the trial takes less.
     """
 
     load: Load
     mesh: Mesh
     rows: int
     bound_us: float = 0.0
-    tight: bool = False
 
     @property
     def tensor(self) -> int:
@@ -219,27 +218,30 @@ def _priced(task: Task, trial: Trial, options: Options, limit_bytes: int) -> Pri
     )  # fmt: skip
 
 
-def tightened(task: Task, trial: Trial) -> Trial:
-    """The trial with the bound of its own relaxation, under the memory of its devices; inf where nothing fits."""
-    if not task.limit_bytes:
-        return replace(trial, tight=True)
-    bound_us, _ = relaxed(_of_trial(task, trial).problem)
-    return replace(trial, bound_us=max(bound_us, trial.bound_us), tight=True)
+@dataclass(frozen=True, slots=True)
+class Tight:
+    """A trial with its problem and the relaxation of it, under the memory of its devices."""
+
+    trial: Trial
+    priced: Priced
+    relaxation: Relaxation
 
 
-def solve_trial(task: Task, trial: Trial, cutoff_us: float) -> Solved | None:
+def tightened(task: Task, trial: Trial) -> Tight:
+    """Its `trial` has the bound of its own relaxation: inf where nothing fits."""
+    priced = _priced(task, trial, task.options, task.limit_bytes)
+    relaxation = Relaxation.of(priced.problem)
+    return Tight(replace(trial, bound_us=max(relaxation.bound_us, trial.bound_us)), priced, relaxation)
+
+
+def solve_trial(task: Task, tight: Tight, cutoff_us: float) -> Solved | None:
     """The best of one trial; None if nothing fits, or nothing is below `cutoff_us`."""
-    priced = _of_trial(task, trial)
-    found = sweep(priced.problem, FACTORS, cutoff_us)
-    return _staged(task, trial, priced, found, cutoff_us)
+    return _staged(task, tight, sweep(tight.relaxation, FACTORS), cutoff_us)
 
 
-def _of_trial(task: Task, trial: Trial) -> Priced:
-    return _priced(task, trial, task.options, task.limit_bytes)
-
-
-def _staged(task: Task, trial: Trial, priced: Priced, found: Sweep, cutoff_us: float) -> Solved | None:
+def _staged(task: Task, tight: Tight, found: Sweep, cutoff_us: float) -> Solved | None:
     """Blocks and columns to stages, under the best schedule, from the choices that fit together."""
+    trial, priced = tight.trial, tight.priced
     parts = Parts.of(task.captured, priced)
     best: Solved | None = None
     for group in _alike(parts, found.choices):
@@ -271,7 +273,7 @@ def best_of(task: Task, progress: Progress) -> Found:
     Of the trials left, that with the lowest bound is looked at: its own relaxation, then itself.
     """
     every = bounded(task, trials(task), progress)
-    left = [(t.bound_us, i, t) for i, t in enumerate(every)]
+    left: list[tuple[float, int, Trial | Tight]] = [(t.bound_us, i, t) for i, t in enumerate(every)]
     best: Solved | None = None
     bounds: list[float] = []
     solved = 0
@@ -280,10 +282,10 @@ def best_of(task: Task, progress: Progress) -> Found:
         if math.isinf(bound) or (best is not None and (bound >= best.step_us or solved >= SOLVES)):
             bounds.append(bound)
             break
-        progress(f"{len(left)} left: {trial}", 0.5 + 0.5 * (1 - len(left) / len(every)))
-        if not trial.tight:
-            trial = tightened(task, trial)
-            heapq.heappush(left, (trial.bound_us, i, trial))
+        progress(f"{len(left)} left: {every[i]}", 0.5 + 0.5 * (1 - len(left) / len(every)))
+        if isinstance(trial, Trial):
+            tight = tightened(task, trial)
+            heapq.heappush(left, (tight.trial.bound_us, i, tight))
             continue
         solved += 1
         bounds.append(bound)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from autopar.ir.cuts import chunk, is_even, piece
@@ -25,12 +25,17 @@ class Placement:
     kind: Kind
     dim: int = -1
 
+    def __hash__(self) -> int:
+        """By its letter: an Enum's own hash is a Python call, and a search asks for millions."""
+        return hash((self.kind._value_, self.dim))
+
     def __str__(self) -> str:
         return f"S({self.dim})" if self.kind is Kind.SHARD else self.kind.value
 
 
 R = Placement(Kind.REPLICATE)
 P = Placement(Kind.PARTIAL)
+_CODES = {"R": 1, "P": 2, "S": 3}
 _SHARDS = tuple(Placement(Kind.SHARD, dim) for dim in range(16))
 
 
@@ -48,6 +53,16 @@ class Layout:
 
     axes: tuple[str, ...]
     placements: tuple[Placement, ...]
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Of numbers alone, so that it holds in another process too.
+        code = tuple(_CODES[p.kind._value_] + p.dim for p in self.placements)
+        object.__setattr__(self, "_hash", hash(code))
+
+    def __hash__(self) -> int:
+        """Worked out once: layouts are keys of most tables of a search."""
+        return self._hash
 
     def __str__(self) -> str:
         return " ".join(f"{a}:{p}" for a, p in zip(self.axes, self.placements, strict=True)) or "whole"

@@ -8,13 +8,14 @@ from autopar.solver.dump import dump_problem, load_problem
 from autopar.solver.memory import LeastMemory, largest_terms, minimise_memory
 from autopar.solver.model import build_model
 from autopar.solver.modelling import write_lp, write_mps
-from autopar.solver.priced import Sweep, sweep
+from autopar.solver.priced import Relaxation, Sweep, sweep
 from autopar.solver.reduce import reduce_problem
 from autopar.solver.reduction import keep_strategies
 from autopar.solver.stages import least_peak_bytes, solve_stages, stages_bound_us
 
 __all__ = [
     "LeastMemory",
+    "Relaxation",
     "Sweep",
     "build_model",
     "dump_problem",

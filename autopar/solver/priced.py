@@ -11,9 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autopar.ir.problem import Problem, evaluate
 from autopar.solver.backends import Backend, backend_named
-from autopar.solver.linear import LinearAnswer, LinearStatus
+from autopar.solver.linear import Floats, LinearAnswer, LinearModel, LinearStatus
 from autopar.solver.model import ProblemModel, build_model, choice_of
 from autopar.solver.search import find_choice
 
@@ -53,30 +55,60 @@ class Sweep:
     choices: tuple[tuple[int, ...], ...] = ()
 
 
-def sweep(problem: Problem, factors: Sequence[float], cutoff_us: float = math.inf) -> Sweep:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxation:
+    """A problem with its linear model and the answer of that: what `sweep` starts from."""
+
+    problem: Problem
+    model: ProblemModel
+    lp: LinearAnswer
+
+    @classmethod
+    def of(cls, problem: Problem) -> Relaxation:
+        """Solve the relaxation with the limits."""
+        model = build_model(problem)
+        return cls(problem=problem, model=model, lp=backend_named("highs").lp(model.linear, None))
+
+    @property
+    def bound_us(self) -> float:
+        """No choice that fits costs less; inf where none can fit."""
+        return math.inf if self.lp.status is LinearStatus.INFEASIBLE or self.lp.point is None else self.lp.bound
+
+
+def sweep(relaxation: Relaxation, factors: Sequence[float]) -> Sweep:
     """Solve at `factors` times the relaxation's own prices of memory; at none where memory binds nothing.
 
-    No choices where the relaxation costs `cutoff_us` or more. Moments must hold bytes of nodes only, or bind nothing.
+    Moments must hold bytes of nodes only, or bind nothing.
     """
-    solver = backend_named("highs")
-    model = build_model(problem)
-    lp = solver.lp(model.linear, None)
-    if lp.status is LinearStatus.INFEASIBLE or lp.point is None:
+    problem, model, lp = relaxation.problem, relaxation.model, relaxation.lp
+    if lp.point is None:
         return Sweep(bound_us=math.inf)
     prices = _prices(problem, model, lp)
-    if lp.bound >= cutoff_us:
-        return Sweep(bound_us=lp.bound, price_us_per_byte=sum(prices))
-    found = []
-    free = replace(problem, moments=())
     if not any(prices):
-        found.append(_whole_choice(free, *choice_of(model, lp.point)))
-    for factor in factors if any(prices) else ():
+        choice = _whole_choice(replace(problem, moments=()), *choice_of(model, lp.point))
+        return Sweep(bound_us=lp.bound, choices=(choice,) if choice else ())
+    solver = backend_named("highs")
+    free = _without_limits(model)
+    found = []
+    for factor in factors:
         paying = _paying(problem, [factor * price for price in prices])
-        own = build_model(paying)
-        answer = solver.lp(own.linear, None)
+        cost = free.cost.copy()
+        cost[: model.node_start[-1]] += _node_costs(paying) - _node_costs(problem)
+        answer = solver.lp(replace(free, cost=cost), None)
         if answer.point is not None:
-            found.append(_whole_choice(paying, *choice_of(own, answer.point)))
+            found.append(_whole_choice(paying, *choice_of(model, answer.point)))
     return Sweep(bound_us=lp.bound, price_us_per_byte=sum(prices), choices=tuple(dict.fromkeys(c for c in found if c)))
+
+
+def _without_limits(model: ProblemModel) -> LinearModel:
+    """The same rows, those of the moments without an upper end."""
+    upper = model.linear.row_upper.copy()
+    upper[[row for row in model.moment_rows if row >= 0]] = math.inf
+    return replace(model.linear, row_upper=upper)
+
+
+def _node_costs(problem: Problem) -> Floats:
+    return np.array([c for n in problem.nodes for c in n.cost_us], dtype=float)
 
 
 def _whole_choice(problem: Problem, choice: tuple[int, ...], whole: bool) -> tuple[int, ...]:
