@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar import codegen, questions, sharding, tracer
+from autopar import codegen, pipelines, questions, sharding, tracer
 from autopar.candidates import Candidate, Task, candidates_on, plan_of, rank, solve_mesh, step_memory
 from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.live import ROUND, ROUND_CPU, save_memory
@@ -260,6 +260,10 @@ def plan_captured(
     dump = _Dump(options.dump_dir)
     dump("captured", captured)
     task = Task.of(captured, cluster, options, rules)
+    if options.searches_stages:
+        found = pipelines.staged(task, progress)
+        dump("plan", found.to_json().decode())
+        return Plan.found(found, task)
     candidates = _candidates(task, (mesh,) if mesh is not None else mesh_candidates(cluster, options), progress, dump)
     best: tuple[Candidate, Solution] | None = None
     bounds = []

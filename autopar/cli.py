@@ -64,6 +64,10 @@ def search(
     space: Annotated[
         list[str] | None, Parameter(help="Degrees to try: data=1,2,4, tensor=1,2 or context=1. May repeat.")
     ] = None,
+    stages: Annotated[
+        bool, Parameter(help="Search pipeline stages and micro-batches too. Such plans are priced, not run yet.")
+    ] = False,
+    micro_batches: Annotated[int | None, Parameter(help="Of a step, on every rank; implies --stages.")] = None,
     memory_limit: Annotated[
         str | None, Parameter(help="Bytes per device, such as 40GiB; default: the device's.")
     ] = None,
@@ -87,6 +91,7 @@ def search(
     limit = arguments.parse_bytes("--memory-limit", memory_limit)
     arguments.check_positive("--time-limit", time_limit)
     arguments.check_positive("--seq", seq)
+    arguments.check_positive("--micro-batches", micro_batches)
     arguments.check_positive("--global-batch", global_batch)
     arguments.check_part("--gap", gap)
     arguments.check_writable("-o", output)
@@ -108,6 +113,8 @@ def search(
             memory_limit=limit,
             pins=pins,
             search_space=degrees,
+            stages=stages,
+            micro_batches=micro_batches,
             precision=precision,
             gap=gap,
             time_limit_s=time_limit,

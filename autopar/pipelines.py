@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -20,16 +21,19 @@ from autopar import sharding
 from autopar.candidates import Task
 from autopar.cost_model.build import Priced, build_problem
 from autopar.cost_model.pipeline import Choice, Parts, block_runs, stage_problem
-from autopar.cost_model.prices import MeshPrices
+from autopar.cost_model.prices import MeshPrices, model_flops
 from autopar.cost_model.search_space import axis_pins, divisors, stage_mesh
+from autopar.cost_model.staged import Cut, staged_plan
 from autopar.cost_model.wiring import SlotKind
-from autopar.errors import UserError
+from autopar.errors import InfeasibleError, UserError
 from autopar.ir.graph import InputKind
 from autopar.ir.load import Load
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
+from autopar.ir.plan import Plan, PlanSolver
 from autopar.ir.stages import StageProblem, StageSolution
-from autopar.solver import Relaxation, Sweep, relaxed, solve_stages, sweep
+from autopar.ir.strategy import Note
+from autopar.solver import Relaxation, Sweep, largest_terms, minimise_memory, relaxed, solve_stages, sweep
 
 Progress = Callable[[str, float], None]
 LARGEST_MICRO_BATCH = 16
@@ -38,6 +42,8 @@ SOLVES = 24
 """Trials solved at most; what is left out then widens the gap that the plan states."""
 FACTORS = (0.3, 0.99, 1.01, 1.5, 4.0)
 """Prices of memory tried, in the relaxation's own."""
+PROVEN = 1e-6
+"""A gap below which a step is called optimal."""
 MOST_CHUNKS = 12
 """Parts of the model on one stage at most."""
 
@@ -294,3 +300,53 @@ def best_of(task: Task, progress: Progress) -> Found:
             best = found
     bound = min([*bounds, best.step_us if best else math.inf])
     return Found(best=best, bound_us=bound, trials=len(every), solved=solved)
+
+
+def staged(task: Task, progress: Progress) -> Plan:
+    """The fastest plan with its stages and micro-batches. Raises InfeasibleError where none fits."""
+    start = time.monotonic()
+    found = best_of(task, progress)
+    best = found.best
+    if best is None:
+        raise _nothing_fits(task, progress)
+    assert best.assignment.assignment is not None and best.assignment.evaluation is not None
+    parts = Parts.of(task.captured, best.priced)
+    cut = Cut(parts, best.choices, best.stages, best.assignment.assignment, best.assignment.evaluation)
+    gap = max(0.0, 1 - found.bound_us / best.step_us)
+    solver = PlanSolver(
+        status="optimal" if gap < PROVEN else "feasible", objective_us=best.step_us, bound_us=found.bound_us, gap=gap,
+        time_s=round(time.monotonic() - start, 3), memory_price=best.price_us_per_byte,
+        memory_bytes=best.assignment.evaluation.peak_bytes,
+    )  # fmt: skip
+    table = sharding.build_table(task.captured, best.trial.pieces, task.options, rules=task.rules)
+    notes = table.notes + tuple(Note(*n) for n in task.captured.notes)
+    notes += (Note("search", "", f"{found.trials} ways of stages × mesh × micro-batches, {found.solved} solved"),)
+    prices = MeshPrices(task.cluster, best.trial.mesh, best.trial.pieces)
+    flops = model_flops(task.captured, task.wiring)
+    return staged_plan(cut, prices, task.cluster, task.options, notes, flops, solver)
+
+
+def _nothing_fits(task: Task, progress: Progress) -> InfeasibleError:
+    """The least memory over trials of the smallest micro-batch, for what would do."""
+    least: list[tuple[int, str, tuple[tuple[str, int], ...]]] = []
+    small: dict[tuple[int, Mesh], Trial] = {}
+    for trial in trials(task):
+        small.setdefault((trial.load.stages, trial.mesh), trial)
+    for i, trial in enumerate(small.values()):
+        progress(f"nothing fits: the least memory of {trial}", i / len(small))
+        problem = _priced(task, trial, task.options, task.limit_bytes).problem
+        found = minimise_memory(problem) if problem.moments else None
+        if found is not None:
+            least.append((found.needed_bytes, str(trial), largest_terms(problem, found.choice, found.moment)))
+    name, limit = task.captured.model_name, task.limit_bytes
+    if not least:
+        return InfeasibleError(
+            f"{name}: no plan exists under these pins", needed_bytes=0, budget_bytes=limit, largest_terms=()
+        )
+    needed, where, terms = min(least, key=lambda x: x[:2])
+    listed = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, size in terms[:3])
+    return InfeasibleError(
+        f"{name}: no plan fits {limit / 2**30:.2f} GiB per device; about {needed / 2**30:.2f} GiB would do, with "
+        f"{where} (largest: {listed}). More devices or a smaller batch would do as well.",
+        needed_bytes=needed, budget_bytes=limit, largest_terms=terms,
+    )  # fmt: skip

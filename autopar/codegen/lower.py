@@ -16,7 +16,7 @@ from typing import Any
 from autopar.codegen.layouts import PlanLayouts, block_parameters, own_inputs
 from autopar.codegen.scope import Names, Scope, with_frees
 from autopar.codegen.tables import stem
-from autopar.errors import CompilerError
+from autopar.errors import CompilerError, PlanError
 from autopar.ir.graph import CapturedGraph, Graph, InputKind, Node, OutputKind, Phase, Ref
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -35,6 +35,11 @@ def lower(captured: CapturedGraph, plan: Plan, mesh: Mesh | None = None) -> Prog
         PlanError: the plan has no entry for an op or a parameter, or a layout that is none.
         CompilerError: a layout that doesn't divide its tensor, or a conversion that doesn't exist.
     """
+    if plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1:
+        raise PlanError(
+            f"the plan for {plan.model.name} has {plan.mesh.pipeline} stages and {plan.schedule.micro_batches} "
+            f"micro-batches: this version runs plans of one stage and one micro-batch; search without stages"
+        )
     mesh = mesh or mesh_of(plan)
     context = _Context(captured, PlanLayouts(captured, plan, mesh), block_parameters(captured))
     for block in captured.blocks:

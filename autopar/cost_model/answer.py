@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 
 import msgspec
 
@@ -61,16 +62,10 @@ def make_plan(
     model_flops: float,
 ) -> Plan:
     """The plan of one solved problem. `model_flops`: floating point operations of a step, nothing recomputed."""
-    of_slots = solution.choice[: len(priced.options)]
-    picks = tuple(options_[i] for options_, i in zip(priced.options, of_slots, strict=True))
+    picks = _picks(priced, solution.choice)
     memory = _memory(captured, priced, solution, picks, prices, options)
-    parameters = _parameters(captured, priced, picks, options)
-    resharded = _conversions(captured, priced, solution, prices)
-    mesh = PlanMesh(
-        pipeline=1, axes={a.name: a.size for a in priced.mesh.axes}, levels={a.name: a.level for a in priced.mesh.axes}
-    )
-    strategies, inputs, outputs = _layouts(captured, priced, solution, picks)
-    later = _later(captured, priced, solution)
+    said = written(captured, priced, solution.choice, prices)
+    later = said.later
     modes = Counter(c == AGAIN for kept in later.values() for c in kept.values())
     waiting = [w for w in priced.wiring.wires if saved_readers(w, priced.wiring, prices)]
     stage = PlanStage(
@@ -81,18 +76,12 @@ def make_plan(
         saved_count=modes[False] if priced.later else len(waiting),
         recomputed_count=modes[True],
     )
-    return Plan(
-        model=PlanModel(
-            name=captured.model_name,
-            parameters=sum(p.meta.numel for p in captured.parameters),
-            graph_hash=captured.hash,
-        ),
-        cluster=PlanCluster(name=cluster.name, devices=cluster.devices, spec=_plain(cluster)),
-        mesh=mesh,
+    return whole_plan(
+        captured, priced, cluster, options, notes, said,
         schedule=PlanSchedule(),
         stages=[stage],
-        parameters=parameters,
-        predicted=_prediction(captured, priced, solution, resharded, memory, cluster, options, model_flops),
+        parameters=parameters_of(captured, priced, picks, options),
+        predicted=_prediction(captured, priced, solution, said.conversions, memory, cluster, options, model_flops),
         solver=PlanSolver(
             status=solution.status.name.lower(),
             objective_us=solution.objective_us,
@@ -102,16 +91,66 @@ def make_plan(
             memory_price=solution.memory_price_us_per_byte,
             memory_bytes=sum(memory.values()),
         ),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a choice says, by name, as a plan keeps it."""
+
+    strategies: dict[str, dict[str, PlanStrategy]]
+    inputs: dict[str, dict[str, str]]
+    outputs: dict[str, dict[str, str]]
+    conversions: list[PlanReshard]
+    later: dict[str, dict[str, str]]
+
+
+def written(captured: CapturedGraph, priced: Priced, choice: tuple[int, ...], prices: Prices) -> Written:
+    """Layouts, conversions and what is kept under a choice."""
+    strategies, inputs, outputs = _layouts(captured, priced, choice, _picks(priced, choice))
+    return Written(
+        strategies=strategies, inputs=inputs, outputs=outputs,
+        conversions=_conversions(captured, priced, choice, prices), later=_later(captured, priced, choice),
+    )  # fmt: skip
+
+
+def whole_plan(
+    captured: CapturedGraph, priced: Priced, cluster: ClusterSpec, options: Options, notes: tuple[Note, ...],
+    said: Written, *, schedule: PlanSchedule, stages: list[PlanStage], parameters: dict[str, PlanParameter],
+    predicted: PlanPrediction, solver: PlanSolver,
+) -> Plan:  # fmt: skip
+    """The plan's record, of its parts and of what it was searched from."""
+    return Plan(
+        model=PlanModel(
+            name=captured.model_name,
+            parameters=sum(p.meta.numel for p in captured.parameters),
+            graph_hash=captured.hash,
+        ),
+        cluster=PlanCluster(name=cluster.name, devices=cluster.devices, spec=_plain(cluster)),
+        mesh=PlanMesh(
+            pipeline=priced.load.stages,
+            axes={a.name: a.size for a in priced.mesh.axes},
+            levels={a.name: a.level for a in priced.mesh.axes},
+        ),
+        schedule=schedule,
+        stages=stages,
+        parameters=parameters,
+        predicted=predicted,
+        solver=solver,
         notes=[PlanNote(kind=n.kind, where=n.where, message=n.message) for n in notes],
-        strategies=strategies,
-        inputs=inputs,
-        outputs=outputs,
-        conversions=resharded,
-        later=later,
+        strategies=said.strategies,
+        inputs=said.inputs,
+        outputs=said.outputs,
+        conversions=said.conversions,
+        later=said.later,
         pins={k: str(v) for k, v in options.pins.items()},
         precision=options.precision,
         request=PlanRequest(inputs=_inputs(captured), options=asked_options(options)),
     )
+
+
+def _picks(priced: Priced, choice: tuple[int, ...]) -> tuple[Strategy | Layout, ...]:
+    return tuple(options[i] for options, i in zip(priced.options, choice, strict=False))
 
 
 def with_memory(plan: Plan, memory: StageMemory, limit_bytes: int) -> Plan:
@@ -161,16 +200,14 @@ def _common(paths: tuple[str, ...]) -> str:
 
 
 def _layouts(
-    captured: CapturedGraph, priced: Priced, solution: Solution, picks: tuple[Strategy | Layout, ...]
+    captured: CapturedGraph, priced: Priced, chosen: tuple[int, ...], picks: tuple[Strategy | Layout, ...]
 ) -> tuple[dict[str, dict[str, PlanStrategy]], dict[str, dict[str, str]], dict[str, dict[str, str]]]:
     strategies: dict[str, dict[str, PlanStrategy]] = {g.name: {} for g in captured.graphs}
     inputs: dict[str, dict[str, str]] = {g.name: {} for g in captured.graphs}
     outputs: dict[str, dict[str, str]] = {g.name: {} for g in captured.graphs}
     targets = {(g.name, i.value.name): f"{i.kind.value}:{i.target}" for g in captured.graphs for i in g.inputs}
     nodes = priced.problem.nodes[: len(picks)]
-    for index, (slot, pick, node, choice) in enumerate(
-        zip(priced.wiring.slots, picks, nodes, solution.choice, strict=False)
-    ):
+    for index, (slot, pick, node, choice) in enumerate(zip(priced.wiring.slots, picks, nodes, chosen, strict=False)):
         if isinstance(pick, Strategy):
             assert slot.node is not None
             strategies[slot.graph][slot.node.key] = PlanStrategy(
@@ -187,7 +224,7 @@ def _layouts(
     return strategies, inputs, outputs
 
 
-def _conversions(captured: CapturedGraph, priced: Priced, solution: Solution, prices: Prices) -> list[PlanReshard]:
+def _conversions(captured: CapturedGraph, priced: Priced, choice: tuple[int, ...], prices: Prices) -> list[PlanReshard]:
     """Every conversion that the objective pays for, one entry per (graph, value)."""
     places = Places.of(captured)
     counts = {s.graph: s.count for s in priced.wiring.slots if s.kind is SlotKind.OP}
@@ -198,12 +235,13 @@ def _conversions(captured: CapturedGraph, priced: Priced, solution: Solution, pr
         if index is None:
             continue
         wire = priced.wiring.wires[index]
-        for p, q in conversions(value, solution.choice):
+        for p, q in conversions(value, choice):
             before, after = layouts[p], layouts[q]
             if before is None or after is None or before == after:
                 continue
             steps = plan_reshard(before, after)
             assert steps is not None
+            runs = 1 if when is When.ONCE else priced.load.micro_batches
             times = priced.load.once if when is When.ONCE else priced.load.runs
             each = value.reshard_us[p][q] / (wire.count * times)
             parts = prices.steps_us(wire.meta, before, after)
@@ -211,19 +249,20 @@ def _conversions(captured: CapturedGraph, priced: Priced, solution: Solution, pr
                 found.append(
                     PlanReshard(
                         graph=graph, value=name, before=str(before), after=str(after),
-                        steps=[str(s) for s in steps], count=1 if graph == "top" else counts.get(graph, 1), us=each,
+                        steps=[str(s) for s in steps],
+                        count=(1 if graph == "top" else counts.get(graph, 1)) * runs, us=each,
                         where=places.name(graph, name), steps_us=parts,
                     )
                 )  # fmt: skip
     return found
 
 
-def _later(captured: CapturedGraph, priced: Priced, solution: Solution) -> dict[str, dict[str, str]]:
+def _later(captured: CapturedGraph, priced: Priced, choice: tuple[int, ...]) -> dict[str, dict[str, str]]:
     """`Plan.later` of what the backward asks for."""
     found: dict[str, dict[str, str]] = {}
     keys = {g.name: tensor_keys(g) for g in captured.graphs}
     for chosen in priced.later:
-        pick = chosen.choices[solution.choice[chosen.node]]
+        pick = chosen.choices[choice[chosen.node]]
         if chosen.wire is None or pick.layout is None:
             continue
         for graph, name in priced.wiring.wires[chosen.wire].names:
@@ -231,9 +270,10 @@ def _later(captured: CapturedGraph, priced: Priced, solution: Solution) -> dict[
     return found
 
 
-def _parameters(
+def parameters_of(
     captured: CapturedGraph, priced: Priced, picks: tuple[Strategy | Layout, ...], options: Options
 ) -> dict[str, PlanParameter]:
+    """Of each parameter its stored layout, and what that takes."""
     found = {}
     for info in captured.parameters:
         slot = priced.wiring.storage_of.get(info.name)

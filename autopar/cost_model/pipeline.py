@@ -66,6 +66,13 @@ class Parts:
         runs = ((FIRST, 1), *block_runs(captured), (LAST, 1))
         return cls(captured, priced, runs, _homes(captured, priced))
 
+    def home_of_wire(self, wire: Wire) -> str:
+        """The part that pays for a tensor's conversions."""
+        graph = wire.names[0][0]
+        if any(b.key == graph for b in self.captured.blocks):
+            return graph
+        return self.homes[wire.producer][0]
+
     def columns(self, choice: Choice, name: str) -> dict[str, Column]:
         """What each part costs under a choice."""
         found = {part: _Part() for part in (FIRST, LAST, *(b.key for b in self.captured.blocks))}
@@ -200,19 +207,12 @@ def _add_times(parts: Parts, choice: Choice, found: dict[str, _Part]) -> None:
             continue
         value = priced.problem.values[number]
         cost = sum(value.reshard_us[p][q] for p, q in conversions(value, choice))
-        part_of = found[_home_of_wire(parts, wiring.wires[index])]
+        part_of = found[parts.home_of_wire(wiring.wires[index])]
         when = priced.when[number]
         if when is When.ONCE:
             part_of.finish_us += cost / load.once
         else:
             part_of.us[Phase(when.value)] += cost / load.runs
-
-
-def _home_of_wire(parts: Parts, wire: Wire) -> str:
-    graph = wire.names[0][0]
-    if any(b.key == graph for b in parts.captured.blocks):
-        return graph
-    return parts.homes[wire.producer][0]
 
 
 def _add_bytes(parts: Parts, choice: Choice, found: dict[str, _Part]) -> None:

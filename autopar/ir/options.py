@@ -23,12 +23,14 @@ class Options:
         memory_limit: bytes per device; None takes the cluster's.
         pins: axis sizes ({"tp": 2}), `"zero": 0|3` (0: stored whole on dp, 3: stored cut on dp), and layouts by
             module or parameter pattern ({"model.layers.*.mlp.up_proj": "tp:S(0)"}).
-        search_space: allowed degrees by name ("data", "tensor", "context").
+        search_space: allowed degrees by name ("data", "tensor", "context", "pipeline").
         precision: "fp32", "bf16" (bf16 compute, fp32 stored parameters, gradients and optimizer state) or "fp64".
         optimizer_bytes_per_parameter: state that the optimizer keeps (AdamW in fp32: 8).
         allow: "recompute": forward tensors may be made again in the backward instead of kept, where memory binds; ()
             keeps all.
-        micro_batches: refused unless left out; its place.
+        stages: search pipeline stages and micro-batches too. So do a pin of `pp`, degrees of "pipeline" above 1, and
+            `micro_batches`. This version finds and prices such plans, and does not run them.
+        micro_batches: of a step, on every rank; None lets the search choose where it searches stages.
         seed: of the compiled module's random ops, the same on every rank; torch.manual_seed doesn't reach them
             (docs/randomness.md).
         differentiable: "losses" (scalar outputs if there are any, else all) or "all".
@@ -45,6 +47,7 @@ class Options:
     memory_limit: int | None = None
     pins: Mapping[str, str | int] = field(default_factory=dict)
     search_space: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    stages: bool = False
     micro_batches: int | None = None
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     optimizer_bytes_per_parameter: int = 8
@@ -62,8 +65,10 @@ class Options:
             raise ValueError(f"precision {self.precision!r}: wanted fp32, bf16 or fp64")
         if self.objective not in ("time", "memory"):
             raise ValueError(f"objective {self.objective!r}: wanted time or memory")
-        if self.micro_batches not in (None, 1):
-            raise ValueError(f"micro_batches {self.micro_batches}: this version runs the batch as one; leave it out")
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise ValueError(f"micro_batches {self.micro_batches}: wanted a whole number of 1 or more")
+        if self.searches_stages and self.objective != "time":
+            raise ValueError(f"objective {self.objective!r} with stages or micro-batches: this version knows time only")
         if set(self.allow) - {RECOMPUTE}:
             raise ValueError(f"allow {self.allow}: wanted none or {RECOMPUTE!r}; offload is not there yet")
         if not 0 <= self.gap < 1:
@@ -73,3 +78,9 @@ class Options:
         unknown = set(self.search_space) - set(DEGREE_NAMES)
         if unknown:
             raise ValueError(f"search_space {sorted(unknown)}: wanted names among {sorted(DEGREE_NAMES)}")
+
+    @property
+    def searches_stages(self) -> bool:
+        """True if plans with pipeline stages or micro-batches are looked at."""
+        wide = any(n > 1 for n in self.search_space.get("pipeline", ()))
+        return self.stages or wide or (self.micro_batches or 1) > 1 or str(self.pins.get("pp", 1)) != "1"

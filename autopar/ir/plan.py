@@ -69,6 +69,13 @@ class PlanSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PlanStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A group of devices and what it runs.
+
+    `columns`: of a plan with stages, how many instances of each block graph it runs in which way: "GRAPH", or "GRAPH#1"
+    and so on, which name the layouts, `later` and conversions of that way. `busy_us`: forward and backward of one
+    micro-batch.
+    """
+
     index: int
     devices: int
     blocks: list[tuple[str, int]]
@@ -76,6 +83,8 @@ class PlanStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     saved_count: int
     recomputed_count: int = 0
     offloaded_count: int = 0
+    columns: dict[str, int] = {}
+    busy_us: float = 0.0
 
 
 class PlanParameter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

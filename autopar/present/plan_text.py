@@ -23,6 +23,7 @@ from autopar.ir.plan import (
     PlanParameter,
     PlanPrediction,
     PlanReshard,
+    PlanStage,
     memory_limit_bytes,
 )
 from autopar.present.words import bar, bytes_words, count_words, group_name, pattern_of, shorten, time_words
@@ -68,12 +69,15 @@ def plan_view(plan: Plan, width: int) -> RenderableType:
         _section("Memory per device"),
         _shares(plan.predicted.breakdown_bytes, limit or plan.predicted.peak_memory_bytes, bytes_words),
     ]
+    if len(plan.stages) > 1:
+        parts[1:1] = [_section("Stages"), _stages(plan)]
     if plan.predicted.memory_largest:
         parts.append(Text(_at_peak(plan.predicted), style="dim"))
     if any(c.us > 0 for c in plan.conversions):
         parts += [
             _section("Communication that costs most"),
-            _conversions(plan.conversions, plan.predicted.step_time_us),
+            # Stages work side by side: what all of them send is held against as many steps.
+            _conversions(plan.conversions, plan.predicted.step_time_us * plan.mesh.pipeline),
         ]
     if plan.notes:
         parts += [_section("Notes"), *notes_view(plan.notes)]
@@ -114,7 +118,9 @@ def head_rows(plan: Plan, limit: int | None) -> Iterator[tuple[str, str]]:
     yield "mesh", mesh_words(plan)
     if plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1:
         s = plan.schedule
-        yield "schedule", f"{plan.mesh.pipeline} stages, {s.name}, {s.micro_batches} micro-batches"
+        chunks = f" of {s.chunks} chunks a stage" if s.chunks > 1 else ""
+        stages = f"{plan.mesh.pipeline} stages, " if plan.mesh.pipeline > 1 else ""
+        yield "schedule", f"{stages}{s.name}{chunks}, {s.micro_batches} micro-batches"
     yield "step", f"{time_words(p.step_time_us)}, {count_words(p.tokens_per_s)} tokens/s, MFU {p.mfu:.1%}"
     of = f" of {bytes_words(limit)} ({p.peak_memory_bytes / limit:.0%})" if limit else ""
     yield "memory", f"{bytes_words(p.peak_memory_bytes)}{of} per device"
@@ -125,14 +131,40 @@ def head_rows(plan: Plan, limit: int | None) -> Iterator[tuple[str, str]]:
         yield "pins", ", ".join(f"{k}={v}" for k, v in plan.pins.items())
 
 
+def _stages(plan: Plan) -> Table:
+    """One row for each run of stages that are alike."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("stage", "devices", "blocks", "a micro-batch", "kept", "made again", "memory"):
+        table.add_column(name, justify="left" if name in ("stage", "blocks") else "right", overflow="fold")
+    alike: list[list[PlanStage]] = []
+    for stage in plan.stages:
+        if alike and _stage_row(alike[-1][0]) == _stage_row(stage):
+            alike[-1].append(stage)
+        else:
+            alike.append([stage])
+    for group in alike:
+        first, last = group[0], group[-1]
+        most = max(s.peak_memory_bytes for s in group)
+        which = f"{first.index}" if first is last else f"{first.index} to {last.index}"
+        table.add_row(which, *_stage_row(first), bytes_words(most))
+    return table
+
+
+def _stage_row(stage: PlanStage) -> tuple[str, ...]:
+    blocks = ", ".join(f"{n} {path}" for path, n in stage.blocks)
+    counts = (str(stage.saved_count), str(stage.recomputed_count))
+    return str(stage.devices), blocks, time_words(stage.busy_us), *counts
+
+
 def later_words(plan: Plan) -> str:
     """ "finds 17 tensors kept and makes 13 again: gelu, mul of GPT2Block": what the backward reads of the forward."""
-    kept = sum(how != AGAIN for found in plan.later.values() for how in found.values())
+    later = {graph: found for graph, found in plan.later.items() if "#" not in graph}  # ways: see the stages
+    kept = sum(how != AGAIN for found in later.values() for how in found.values())
     again = {
         graph: list(dict.fromkeys(_op_word(key) for key, how in found.items() if how == AGAIN))
-        for graph, found in plan.later.items()
+        for graph, found in later.items()
     }
-    count = sum(how == AGAIN for found in plan.later.values() for how in found.values())
+    count = sum(how == AGAIN for found in later.values() for how in found.values())
     if not count:
         return f"finds {kept} tensors kept, makes none again"
     where = "; ".join(f"{', '.join(ops)} of {_graph_word(graph)}" for graph, ops in again.items() if ops)
@@ -206,10 +238,13 @@ def _parameters(parameters: Mapping[str, PlanParameter], *, wide: bool) -> Table
 
 
 def parameter_groups(parameters: Mapping[str, PlanParameter]) -> Iterator[tuple[str, list[PlanParameter]]]:
-    """(name with `*`, members) of parameters that differ in indices only and are laid out alike, in plan order."""
+    """(name with `*`, members) of parameters that differ in indices only and are laid out alike, in plan order.
+
+    Which stage a parameter is on is no difference.
+    """
     groups: dict[tuple[str, PlanParameter], dict[str, PlanParameter]] = defaultdict(dict)
     for name, p in parameters.items():
-        groups[pattern_of(name), p][name] = p
+        groups[pattern_of(name), msgspec.structs.replace(p, stage=0)][name] = p
     per_pattern = Counter(key[0] for key in groups)
     for key, members in groups.items():
         yield group_name(members, alone=per_pattern[key[0]] == 1), list(members.values())
