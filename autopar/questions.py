@@ -209,7 +209,7 @@ def _on_mesh(plan: Plan, task: Task, progress: Progress) -> _Mesh:
     if plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1:
         raise UserError(
             f"the plan for {plan.model.name} has {plan.mesh.pipeline} stages and {plan.schedule.micro_batches} "
-            f"micro-batches: this version explains plans of one stage and one micro-batch; --why-not prices another plan"
+            f"micro-batches: this version explains plans of one stage and one micro-batch"
         )
     mesh = mesh_of(plan)
     progress(f"solve {mesh} to the end", 0.0)

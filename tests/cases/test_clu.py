@@ -263,8 +263,10 @@ def test_clu12_one_stage_keeps_every_layer() -> None:
     assert short.count("range(4)") == 2
     for text_, right in ((source.text, True), (short, False)):
         assert api.verify_source(graph, plan, replace(source, text=text_), model, text(), steps=1).ok == right
-    with pytest.raises(UserError, match="pp=2"):
-        planned(graph, 2, {"pp": 2})
+    staged = planned(graph, 2, {"pp": 2})
+    assert sum(n for stage in staged.stages for _, n in stage.blocks) == 5
+    with pytest.raises(PlanError, match="one stage"):
+        api.emit_captured(graph, staged)
 
 
 # ---- CLU-15: the heavy axis on the fast links

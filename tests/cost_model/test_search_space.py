@@ -87,7 +87,6 @@ def test_axes_come_in_every_order_where_neighbours_are_not_the_fastest() -> None
         ({"search_space": {"data": (1,), "tensor": (1, 2)}}, ["data=[1]", "tensor=[1, 2]", "4 devices"]),
         ({"search_space": {"tensor": (0,)}}, ["tensor=[0]", "whole numbers of 1 or more"]),
         ({"search_space": {"tensor": ()}}, ["tensor=[]"]),
-        ({"search_space": {"pipeline": (2, 4)}}, ["pipeline=[2, 4]", "one stage"]),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(options: dict[str, Any], words: list[str]) -> None:
