@@ -32,6 +32,7 @@ from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
 from autopar.ir.plan import decode_plan, mesh_of
+from autopar.ir.problem import evaluate
 from autopar.ir.profile import refuse_foreign
 from autopar.ir.program import Source
 from autopar.ir.schedules import build_schedule
@@ -265,27 +266,70 @@ def plan_captured(
         dump("plan", found.to_json().decode())
         return Plan.found(found, task)
     candidates = _candidates(task, (mesh,) if mesh is not None else mesh_candidates(cluster, options), progress, dump)
-    best: tuple[Candidate, Solution] | None = None
-    bounds = []
-    stopped: list[Mesh] = []
-    for i, candidate in enumerate(candidates):
-        progress(f"solve {candidate.mesh}", i / len(candidates))
-        solution = solve_mesh(
-            candidate, options, gap=_gap(candidate, options), cutoff_us=best[1].objective_us if best else None
-        )
-        if solution is None:
-            continue
-        bounds.append(solution.bound_us)
-        if solution.status is Status.TIME_LIMIT and not solution.choice:
-            stopped.append(candidate.mesh)
-        if solution.choice and (best is None or rank(candidate, solution, options) < rank(*best, options)):
-            best = candidate, solution
-    if best is None:
-        raise _out_of_time(task, stopped) if stopped else _infeasible(task, candidates, progress)
+    plan = _fitting(task, _Solves(task, candidates, progress))
     progress("write the plan", 1.0)
-    plan = plan_of(task, best[0], _over_meshes(best[1], bounds, options))
     dump("plan", plan.to_json().decode())
     return Plan.found(plan, task)
+
+
+TIGHTER = 3
+"""How often a search is done again with less memory, where the program of what it found needs more than it may."""
+
+
+def _fitting(task: Task, solves: _Solves) -> records.Plan:
+    """The best plan whose program keeps the limit. What the search counts may be less than its program needs; then that
+    mesh is solved again with so much less. Where nothing is left to choose, the plan that needs least is given, noted.
+    """
+    plans: list[records.Plan] = []
+    while len(plans) <= TIGHTER and (best := solves.best(required=not plans)) is not None:
+        plans.append(plan_of(task, *best))
+        over = plans[-1].predicted.peak_memory_bytes - task.limit_bytes
+        if over <= 0 or not best[0].problem.moments:
+            return plans[-1]
+        solves.tighten(best[0], over)
+    return min(plans, key=lambda plan: plan.predicted.peak_memory_bytes)
+
+
+class _Solves:
+    """Candidates, the lowest bound first, and their answers as far as they are known."""
+
+    def __init__(self, task: Task, candidates: list[Candidate], progress: Progress) -> None:
+        self.task, self.candidates, self.progress = task, candidates, progress
+        self.known: list[Solution | None] = [None] * len(candidates)
+
+    def best(self, *, required: bool) -> tuple[Candidate, Solution] | None:
+        """The best choice over all meshes, with the bound of the whole search; None, or InfeasibleError if one is
+        required, where nothing fits."""
+        options = self.task.options
+        best: tuple[Candidate, Solution] | None = None
+        bounds = []
+        stopped: list[Mesh] = []
+        for i, candidate in enumerate(self.candidates):
+            self.progress(f"solve {candidate.mesh}", i / len(self.candidates))
+            solution = self.known[i] or solve_mesh(
+                candidate, options, gap=_gap(candidate, options), cutoff_us=best[1].objective_us if best else None
+            )
+            if solution is None:
+                continue
+            self.known[i] = solution
+            bounds.append(solution.bound_us)
+            if solution.status is Status.TIME_LIMIT and not solution.choice:
+                stopped.append(candidate.mesh)
+            if solution.choice and (best is None or rank(candidate, solution, options) < rank(*best, options)):
+                best = candidate, solution
+        if best is not None:
+            return best[0], _over_meshes(best[1], bounds, options)
+        if not required:
+            return None
+        raise _out_of_time(self.task, stopped) if stopped else _infeasible(self.task, self.candidates, self.progress)
+
+    def tighten(self, candidate: Candidate, nbytes: int) -> None:
+        """From now on this candidate, which has an answer, may count so many bytes less than that."""
+        at = next(i for i, c in enumerate(self.candidates) if c is candidate)
+        answer, self.known[at] = self.known[at], None
+        assert answer is not None
+        used = max(evaluate(candidate.problem, answer.choice).used_bytes)
+        self.candidates[at] = candidate.limited(max(1, used - nbytes))
 
 
 def _gap(candidate: Candidate, options: Options) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from autopar import codegen, sharding
 from autopar.cost_model.answer import make_plan, with_memory
 from autopar.cost_model.build import Priced, build_problem
+from autopar.cost_model.emitted import as_emitted
 from autopar.cost_model.live import ROUND, ROUND_CPU, program_memory
 from autopar.cost_model.prices import MeshPrices, model_flops
 from autopar.cost_model.wiring import Wiring, wire
@@ -65,6 +66,11 @@ class Candidate:
     def problem(self) -> Problem:
         """In plain numbers."""
         return self.priced.problem
+
+    def limited(self, limit_bytes: int) -> Candidate:
+        """The same with this limit; its bound still holds."""
+        moments = tuple(replace(m, limit_bytes=limit_bytes) for m in self.problem.moments)
+        return replace(self, priced=replace(self.priced, problem=replace(self.problem, moments=moments)))
 
 
 def price_mesh(task: Task, mesh: Mesh) -> Candidate:
@@ -131,13 +137,14 @@ def rank(candidate: Candidate, solution: Solution, options: Options) -> tuple[fl
 
 
 def plan_of(task: Task, candidate: Candidate, solution: Solution) -> Plan:
-    """The plan of one solved mesh; its memory is that of the program that it becomes."""
+    """The plan of one solved mesh; its memory, and the time of its slices, are those of the program that it becomes."""
     notes = candidate.table.notes + tuple(Note(*n) for n in task.captured.notes)
     prices = MeshPrices(task.cluster, candidate.mesh)
     flops = model_flops(task.captured, task.wiring)
     plan = make_plan(task.captured, candidate.priced, solution, prices, task.cluster, task.options, notes, flops)
-    memory = step_memory(task.captured, codegen.lower(task.captured, plan, candidate.mesh), plan)
-    return with_memory(plan, memory, task.limit_bytes)
+    program = codegen.lower(task.captured, plan, candidate.mesh)
+    plan = as_emitted(plan, program, prices)
+    return with_memory(plan, step_memory(task.captured, program, plan), task.limit_bytes)
 
 
 def step_memory(captured: CapturedGraph, program: Program, plan: Plan) -> StageMemory:

@@ -9,7 +9,7 @@ from autopar.errors import CompilerError
 from autopar.ir.graph import Phase, Ref
 from autopar.ir.layout import fits, local_shape
 from autopar.ir.plan import Plan
-from autopar.ir.program import CallBlock, Compute, Convert, Free, Function, Local, Program, Step
+from autopar.ir.program import CallBlock, Compute, Convert, Free, Function, Keep, Local, Program, Step
 
 
 def check_program(program: Program, plan: Plan) -> None:
@@ -96,6 +96,10 @@ class _Walk:
                 self._arrive(step.after)
             case CallBlock():
                 self._call(step)
+            case Keep():
+                self._read(step.local, step.place.key)
+                if step.local not in (self.function.saved or ()) and step.local not in self.function.gradients:
+                    self._fail(f"{step.local} is kept, but nothing waits for it")
             case Free():
                 for name in step.names:
                     if self.at_hand.pop(name, None) is None:

@@ -21,6 +21,7 @@ from autopar.ir.program import (
     Convert,
     Free,
     Function,
+    Keep,
     Local,
     Made,
     Place,
@@ -102,7 +103,8 @@ class _Writer:
         self.items: Sequence[Item] = function.steps
         self.renamed: Mapping[str, str] = {}
         if not function.block:
-            self.items, self.renamed = roll(function.steps, self.keep)
+            held = [x.name for x in function.saved] if function.phase is Phase.BACKWARD else []
+            self.items, self.renamed = roll(function.steps, self.keep, held)
         self.stored: set[int] = set()
         self.steps: list[Step] = [s for s in function.steps if not isinstance(s, Free)]
         self.turns: list[Step] = []
@@ -141,7 +143,7 @@ class _Writer:
             path = f"{tables.instances_name(fn.block)}[i]" if fn.block else '""'
             self._line(1, f"rt.instance = {path}", note="names the random draws")
         for item in self.items:
-            if isinstance(item, (Compute, Convert, CallBlock)):
+            if isinstance(item, (Compute, Convert, Keep, CallBlock)):
                 self.turns = [self.steps.pop(0)]
             self._item(item, 1)
         if drawing and fn.block:
@@ -222,6 +224,9 @@ class _Writer:
                     right = collective(part, self.renamed)
                     self._line(depth, f"{self._name(part.after)} = {right}", item.place, shape(part.after))
                     self._note(item, str(part.step), at)
+            case Keep():
+                name, whole = self._name(item.local), self.renamed.get(item.whole, item.whole)
+                self._line(depth, f"{name} = {name}.clone()", item.place, f"keep: apart from {whole}, which goes")
             case Free():
                 self._line(depth, f"del {', '.join(self.renamed.get(n, n) for n in item.names)}")
             case Alias():
@@ -332,6 +337,8 @@ def _sides(step: Step, part: int) -> tuple[tuple[Local | None, ...], tuple[Local
             return (before,), (step.steps[part].after,)
         case Compute() | CallBlock():
             return step.inputs, step.outputs
+        case Keep():
+            return (step.local,), (step.local,)
         case Free():
             return (), ()
 
@@ -371,7 +378,7 @@ _DOCS = {
 
 def _for_all(item: Item, calls: Mapping[str, Sequence[str]]) -> Item:
     """An item of a loop, said to come from all instances where it comes from a call of one."""
-    if isinstance(item, (Compute, Convert)):
+    if isinstance(item, (Compute, Convert, Keep)):
         for instances in calls.values():
             if item.place.module_path in instances:
                 return replace(item, place=replace(item.place, module_path=tables.pattern(instances)))
@@ -391,4 +398,6 @@ def _read_by(items: Iterable[Item]) -> set[str]:
                 found |= {x.name for x in item.inputs}
             case Convert():
                 found.add(item.before.name)
+            case Keep():
+                found.add(item.local.name)
     return found

@@ -15,6 +15,7 @@ from typing import Any
 
 from autopar.codegen.layouts import PlanLayouts, block_parameters, own_inputs
 from autopar.codegen.scope import Names, Scope, with_frees
+from autopar.codegen.storages import Holders, in_own_storage
 from autopar.codegen.tables import stem
 from autopar.errors import CompilerError, PlanError
 from autopar.ir.graph import CapturedGraph, Graph, InputKind, Node, OutputKind, Phase, Ref
@@ -302,11 +303,17 @@ class _Lowering:
         if self.block:
             others = tuple(arguments[i.value.name] for i in own_inputs(self.graph) if i.kind is not InputKind.PARAMETER)
             kinds |= {InputKind.INPUT: others, InputKind.BUFFER: (), InputKind.CONSTANT: ()}
+        given = (*kinds[InputKind.BUFFER], *kinds[InputKind.CONSTANT], *kinds[InputKind.INPUT])
+        holders = Holders(
+            always=(*kinds[InputKind.PARAMETER], *(() if self.block else given)), caller=given if self.block else (),
+            waiting={x.name for x in saved}, leaving={x.name for x in (*outputs, *updates)},
+            leaving_stay=not self.block,
+        )  # fmt: skip
         return Function(
             name=self._name("forward"), graph=self.graph.name, block=self.block, phase=Phase.FORWARD,
             parameters=kinds[InputKind.PARAMETER], buffers=kinds[InputKind.BUFFER],
             constants=kinds[InputKind.CONSTANT], inputs=kinds[InputKind.INPUT], saved=saved,
-            steps=with_frees(self.forward.steps, keep), outputs=outputs, updates=updates,
+            steps=with_frees(in_own_storage(self.forward.steps, holders), keep), outputs=outputs, updates=updates,
         )  # fmt: skip
 
     def _backward_function(
@@ -314,11 +321,15 @@ class _Lowering:
         gradients: tuple[Local | None, ...],
     ) -> Function:  # fmt: skip
         keep = {x.name for x in (*others, *gradients) if x is not None}
+        parameters, tangents = (self._arguments(arguments, k) for k in (InputKind.PARAMETER, InputKind.TANGENT))
+        holders = Holders(
+            always=parameters, caller=tangents, loose=saved, waiting={x.name for x in gradients if x is not None},
+            leaving={x.name for x in others if x is not None},
+        )  # fmt: skip
         return Function(
             name=self._name("backward"), graph=self.graph.name, block=self.block, phase=Phase.BACKWARD,
-            parameters=self._arguments(arguments, InputKind.PARAMETER),
-            tangents=self._arguments(arguments, InputKind.TANGENT), saved=saved,
-            steps=with_frees(self.backward.steps, keep, held=[x.name for x in saved]),
+            parameters=parameters, tangents=tangents, saved=saved,
+            steps=with_frees(in_own_storage(self.backward.steps, holders), keep, held=[x.name for x in saved]),
             outputs=others, gradients=gradients,
         )  # fmt: skip
 

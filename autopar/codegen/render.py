@@ -88,7 +88,8 @@ def collective(part: Collective, rename: Mapping[str, str]) -> str:
     elif step.collective is not Kind.ALL_REDUCE:
         dims = f", {step.dim}"
     sizes = "".join(f", {k}={literal(v, rename)}" for k, v in part.sizes)
-    return f'rt.{step.collective.value}({name}, "{step.axis}"{dims}{sizes})'
+    function = "narrow" if part.view else step.collective.value
+    return f'rt.{function}({name}, "{step.axis}"{dims}{sizes})'
 
 
 def shape(local: Local) -> str:

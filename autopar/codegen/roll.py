@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from autopar.codegen.scope import reads, writes
 from autopar.ir.graph import Ref
-from autopar.ir.program import CallBlock, Compute, Convert, Free, Step
+from autopar.ir.program import CallBlock, Compute, Convert, Free, Keep, Step
 
 LEAST = 3
 """Turns below which a loop is no easier to read."""
@@ -37,11 +37,12 @@ class Loop:
     renamed: tuple[tuple[str, str], ...]
 
 
-Item = Compute | Convert | CallBlock | Free | Alias | Loop
+Item = Compute | Convert | Keep | CallBlock | Free | Alias | Loop
 
 
-def roll(steps: Sequence[Step], keep: set[str]) -> tuple[list[Item], dict[str, str]]:
-    """The steps with loops and fresh Frees, and the names that now go by another. `keep`: what leaves the function."""
+def roll(steps: Sequence[Step], keep: set[str], held: Sequence[str] = ()) -> tuple[list[Item], dict[str, str]]:
+    """The steps with loops and fresh Frees, and the names that now go by another. `keep`: what leaves the function;
+    `held`: what is at hand from the start and may be freed."""
     plain: list[Step] = [s for s in steps if not isinstance(s, Free)]
     calls = [i for i, s in enumerate(plain) if isinstance(s, CallBlock)]
     found: list[Item] = []
@@ -58,13 +59,13 @@ def roll(steps: Sequence[Step], keep: set[str]) -> tuple[list[Item], dict[str, s
         found += [*carried, replace(loop, body=body, carried=carried)]
         renamed.update(loop.renamed)
         at += size
-    return _freed(found, {renamed.get(n, n) for n in keep}), renamed
+    return _freed(found, {renamed.get(n, n) for n in keep}, held), renamed
 
 
-def _freed(items: list[Item], keep: set[str]) -> list[Item]:
+def _freed(items: list[Item], keep: set[str], given: Sequence[str]) -> list[Item]:
     """Each name freed after its last read, in loops too."""
     last: dict[str, int] = {}
-    mine: set[str] = set()
+    mine = set(given)
     for i, item in enumerate(items):
         last.update(dict.fromkeys(_reads(item), i))
         mine.update(_writes(item))
@@ -161,15 +162,23 @@ def _shape(step: Step) -> object:
         case CallBlock():
             return (step.function, ins, outs)
         case Convert():
-            return (tuple(s.step for s in step.steps), ins, outs)
+            return (tuple((s.step, s.view) for s in step.steps), ins, outs)
+        case Keep():
+            return (Keep, ins)
         case Free():
             return ()
 
 
 def _in(step: Step) -> tuple[object, ...]:
-    return (
-        step.inputs if isinstance(step, (Compute, CallBlock)) else (step.before,) if isinstance(step, Convert) else ()
-    )
+    match step:
+        case Compute() | CallBlock():
+            return step.inputs
+        case Convert():
+            return (step.before,)
+        case Keep():
+            return (step.local,)
+        case Free():
+            return ()
 
 
 def _out(step: Step) -> tuple[object, ...]:
@@ -180,6 +189,8 @@ def _out(step: Step) -> tuple[object, ...]:
             return step.outputs
         case Convert():
             return (step.after,)
+        case Keep():
+            return (step.local,)
         case Free():
             return ()
 
@@ -278,5 +289,8 @@ def rename_step(step: Step, names: dict[str, str]) -> Step:
         case Convert():
             first = replace(step.steps[0], before=names.get(step.before.name, step.before.name))
             return replace(step, before=new(step.before), steps=(first, *step.steps[1:]))  # type: ignore[arg-type]
+        case Keep():
+            whole = names.get(step.whole, step.whole)
+            return replace(step, local=new(step.local), whole=whole)  # type: ignore[arg-type]
         case Free():
             return step

@@ -11,7 +11,7 @@ from autopar.ir.cuts import Own, chunk, is_even
 from autopar.ir.graph import Graph, TensorMeta
 from autopar.ir.layout import Layout, fits, local_shape, unit_of
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import CallBlock, Collective, Compute, Convert, Free, Local, Place, Step
+from autopar.ir.program import CallBlock, Collective, Compute, Convert, Free, Keep, Local, Place, Step
 from autopar.ir.reshard import Collective as Kind
 from autopar.ir.reshard import ReshardStep, plan_reshard
 
@@ -206,6 +206,8 @@ def reads(step: Step) -> tuple[str, ...]:
             return tuple(i.name for i in step.inputs)
         case Convert():
             return (step.before.name,)
+        case Keep():
+            return (step.local.name,)
         case Free():
             return ()
 
@@ -219,6 +221,8 @@ def writes(step: Step) -> tuple[str, ...]:
             return tuple(o.name for o in (*step.outputs, *step.gradients) if o is not None)
         case Convert():
             return (step.after.name,)
+        case Keep():
+            return (step.local.name,)
         case Free():
             return ()
 

@@ -17,7 +17,7 @@ from autopar.cost_model.build import (
 )
 from autopar.cost_model.later import Mode
 from autopar.cost_model.places import Places
-from autopar.cost_model.wiring import SlotKind
+from autopar.cost_model.wiring import SlotKind, stays
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph, InputKind, TensorMeta, tensor_keys
 from autopar.ir.layout import Kind, Layout, local_shape
@@ -244,7 +244,7 @@ def _conversions(captured: CapturedGraph, priced: Priced, choice: tuple[int, ...
             runs = 1 if when is When.ONCE else priced.load.micro_batches
             times = priced.load.once if when is When.ONCE else priced.load.runs
             each = value.reshard_us[p][q] / (wire.count * times)
-            parts = prices.steps_us(wire.meta, before, after)
+            parts = prices.steps_us(wire.meta, before, after, stays(priced.wiring, wire))
             for graph, name in wire.names:
                 found.append(
                     PlanReshard(

@@ -4,7 +4,8 @@ Every choice of a slot becomes a strategy of a problem node; every wire a value 
 planner that code generation emits. Counts of tied blocks are folded into every number.
 
 Memory is summed where it is largest: after the forward, when all saved activations wait for the backward, with the
-working set of one of the largest ops beside it. Parameters, gradients and optimizer state are counted throughout.
+working set of one of the largest ops beside it; and at the end, while the optimizer updates. Parameters, gradients,
+optimizer state, and what the model is called with and gives back are counted throughout.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from autopar.cost_model.lasting import (
     lasting_wires,
 )
 from autopar.cost_model.later import Asked, LaterNode, LaterPart, LaterPrices, add_later
+from autopar.cost_model.live import LOOP_COPIES
 from autopar.cost_model.sums import reduces, waiting_sums
-from autopar.cost_model.wiring import Reader, Slot, SlotKind, Wire, Wiring
+from autopar.cost_model.wiring import Reader, Slot, SlotKind, Wire, Wiring, stays
 from autopar.errors import CompilerError
-from autopar.ir.graph import CapturedGraph, Node, Phase, TensorMeta
+from autopar.ir.graph import CapturedGraph, InputKind, Node, OutputKind, Phase, TensorMeta
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.load import WHOLE, Load
 from autopar.ir.mesh import Mesh
@@ -49,11 +51,18 @@ class Prices(Protocol):
     ) -> tuple[float, float]:
         """(computation µs, communication inside the op µs)."""
 
-    def reshard_us(self, meta: TensorMeta, before: Layout, after: Layout) -> float:
-        """µs to convert a tensor of global `meta`; inf if impossible."""
+    def reshard_us(self, meta: TensorMeta, before: Layout, after: Layout, stays: bool = False) -> float:
+        """µs to convert a tensor of global `meta`, which `stays` anyway or goes; inf if impossible."""
 
-    def steps_us(self, meta: TensorMeta, before: Layout, after: Layout) -> list[float]:
+    def steps_us(self, meta: TensorMeta, before: Layout, after: Layout, stays: bool = False) -> list[float]:
         """`reshard_us` by step."""
+
+    def copy_us(self, nbytes: int) -> float:
+        """µs to copy so many bytes on the device."""
+
+    @property
+    def updates_at_once(self) -> bool:
+        """True if the optimizer updates all parameters together, not one after the other."""
 
     def optimizer_us(self, numel: int, dtype: str, state_bytes_per_parameter: int) -> float:
         """µs to update `numel` parameters."""
@@ -127,6 +136,7 @@ class _Context:
     lasting: frozenset[int]
     lasting_wires: frozenset[int]
     once_prices: Prices
+    stays: frozenset[int]
 
     def weight(self, slot: int) -> float:
         """How often a step pays for an op, as `Load` weighs it."""
@@ -136,7 +146,8 @@ class _Context:
         """A conversion of all instances. What micro-batches don't cut is priced on the devices' own mesh."""
         lasts = index in self.lasting_wires or once
         prices = self.once_prices if lasts else self.prices
-        return prices.reshard_us(wire.meta, before, after) * wire.count * (self.load.once if once else self.load.runs)
+        price = prices.reshard_us(wire.meta, before, after, index in self.stays)
+        return price * wire.count * (self.load.once if once else self.load.runs)
 
     def piece(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
         """Local meta of the device with the largest piece."""
@@ -176,7 +187,7 @@ def build_problem(
     context = _Context(
         captured, table, prices, options, metas, {}, load, mesh or table.mesh, Ends.of(captured, wiring), lasting,
         lasting_wires(wiring, lasting) | frozenset(gradient_wires(wiring) if load != WHOLE else ()),
-        once_prices or prices,
+        once_prices or prices, frozenset(i for i, w in enumerate(wiring.wires) if stays(wiring, w)),
     )  # fmt: skip
     choices = tuple(_options(slot, context) for slot in wiring.slots)
     priced = [_node(i, slot, picks, context) for i, (slot, picks) in enumerate(zip(wiring.slots, choices, strict=True))]
@@ -196,6 +207,8 @@ def build_problem(
     saved = () if RECOMPUTE in options.allow else _kept(wiring, tuple(layouts), context)
     whole = _whole(captured, wiring, choices, saved, held, context)
     moments = _moments(captured, wiring, whole, part.choices, context, limit_bytes)
+    if moments and load == WHOLE:
+        moments = _to_the_end(wiring, choices, whole, moments, context)
     problem = Problem(
         name=f"{captured.model_name} on {context.mesh}" + (f" ({load})" if load != WHOLE else ""),
         nodes=(*(node for node, _ in priced), *part.nodes, *held.nodes),
@@ -458,6 +471,62 @@ def _moments(
     return tuple(found)
 
 
+def _to_the_end(
+    wiring: Wiring,
+    choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...],
+    whole: WholeBytes,
+    moments: tuple[Moment, ...],
+    context: _Context,
+) -> tuple[Moment, ...]:
+    """With what callers hold, and the optimizer's update after all the others."""
+    callers = _callers_bytes(wiring, choices, context)
+    last = replace(
+        moments[0], name="optimizer", versions=(),
+        nodes=_added([(node, sizes) for node, _, sizes in whole.resident] + _update_bytes(wiring, choices, context)),
+    )  # fmt: skip
+    return tuple(replace(m, nodes=(*m.nodes, *callers)) for m in (*moments, last))
+
+
+def _added(terms: list[tuple[int, tuple[int, ...]]]) -> tuple[NodeBytes, ...]:
+    """(node, bytes per strategy), nodes that come twice added up."""
+    found: dict[int, tuple[int, ...]] = {}
+    for node, sizes in terms:
+        found[node] = tuple(map(sum, zip(sizes, found.get(node, (0,) * len(sizes)), strict=True)))
+    return tuple(NodeBytes(node=node, bytes=sizes) for node, sizes in found.items())
+
+
+def _callers_bytes(
+    wiring: Wiring, choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...], context: _Context
+) -> tuple[NodeBytes, ...]:
+    """What the model is called with and gives back."""
+    top, kinds = context.captured.top, (InputKind.INPUT, InputKind.CONSTANT, InputKind.TANGENT)
+    names = {
+        SlotKind.INPUT: {i.value.name for i in top.inputs if i.kind in kinds},
+        SlotKind.OUTPUT: {str(i) for i, o in enumerate(top.outputs) if o.kind is OutputKind.OUTPUT},
+    }
+    found = []
+    for i, slot in enumerate(wiring.slots):
+        if slot.graph == "top" and slot.meta is not None and slot.name in names.get(slot.kind, ()):
+            pieces = (context.piece(slot.meta, pick) for pick in choices[i] if isinstance(pick, Layout))
+            found.append(NodeBytes(node=i, bytes=tuple(piece.nbytes for piece in pieces)))
+    return tuple(found)
+
+
+def _update_bytes(
+    wiring: Wiring, choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...], context: _Context
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Copies that AdamW's update holds: of all that trains, or of the largest parameter."""
+    found = []
+    for i, slot in enumerate(wiring.slots):
+        if slot.kind is SlotKind.STORAGE and slot.meta is not None and _trainable(slot, context):
+            copies = slot.count if context.prices.updates_at_once else LOOP_COPIES
+            pieces = (context.stored(slot.meta, pick) for pick in choices[i] if isinstance(pick, Layout))
+            found.append((i, tuple(copies * piece.nbytes for piece in pieces)))
+    if context.prices.updates_at_once or not found:
+        return found
+    return [max(found, key=lambda update: max(update[1]))]
+
+
 def _kept(
     wiring: Wiring, layouts: tuple[tuple[Layout | None, ...], ...], context: _Context
 ) -> tuple[VersionBytes, ...]:
@@ -486,10 +555,7 @@ def saved_readers(wire: Wire, wiring: Wiring, prices: Prices) -> tuple[int, ...]
 
     A view shares storage with what it was made from, which is counted where that waits too.
     """
-    if wire.of_parameter or wire.phase is not Phase.FORWARD:
-        return ()
-    maker = wiring.slots[wire.producer]
-    if maker.kind is SlotKind.STORAGE or (maker.kind is SlotKind.INPUT and maker.graph == "top"):
+    if wire.phase is not Phase.FORWARD or stays(wiring, wire):
         return ()
     return tuple(i for i, r in enumerate(wire.readers) if _waits(r, wiring, prices))
 

@@ -2,8 +2,8 @@
 
 `nbytes` of a collective is V, the bytes that one device holds on the larger side of the step: of an all-reduce the
 tensor, whole on this axis; of an all-gather what is there after; of a reduce-scatter and a slice, before; of an
-all-to-all the device's own piece. A slice reads and writes 2·(V/n) at memory bandwidth; one of the leading dim is a
-view and costs 0.
+all-to-all the device's own piece. A slice reads and writes 2·(V/n) at memory bandwidth. It costs 0 where it can be a
+view: a contiguous piece of what is there throughout, or at the begin of a longer conversion.
 
 On a cluster with a profile a level's latency and volume are read off the measured curve of the collective in that
 level, at the bytes that the level sees: the least time is the latency, what is above it the volume.
@@ -41,7 +41,7 @@ def collective_us(collective: Collective, nbytes: float, axis: str, mesh: Mesh, 
     """µs of one collective on `axis`; `nbytes`: what one device holds on the larger side (module docstring)."""
     factor = cluster.profile.factor(collective.value) if cluster.profile is not None else 1.0
     if collective is Collective.SLICE:
-        return _copy_us(nbytes / mesh.axis(axis).size, cluster) * factor
+        return copy_us(nbytes / mesh.axis(axis).size, cluster) * factor
     groups = spans(axis, mesh, cluster)
     measured = measured_of(cluster.profile)
     found = _measured_us(collective, nbytes, groups, measured) if measured is not None and groups else None
@@ -70,7 +70,7 @@ def _measured_us(collective: Collective, nbytes: float, levels: Levels, measured
     return latency + volume
 
 
-def _copy_us(nbytes: float, cluster: ClusterSpec) -> float:
+def copy_us(nbytes: float, cluster: ClusterSpec) -> float:
     """Read and write `nbytes` on the slowest device."""
     return max(2 * nbytes / memory_bytes_per_us(group.device) for group in cluster.groups)
 
@@ -96,21 +96,25 @@ def step_bytes(meta: TensorMeta, step: ReshardStep, mesh: Mesh) -> float:
 
 
 def is_view_slice(meta: TensorMeta, step: ReshardStep, mesh: Mesh) -> bool:
-    """True if a slice leaves a contiguous piece: every dim before the cut one has size 1 on the device."""
+    """True of a slice that leaves a contiguous piece: every dim before the cut one has size 1 on the device."""
+    if step.collective is not Collective.SLICE:
+        return False
     return all(n == 1 for n in local_shape(meta.shape, step.before, mesh, meta.units)[: step.dim])
 
 
-def price_reshard(meta: TensorMeta, before: Layout, after: Layout, mesh: Mesh, price: CollectivePrice) -> float:
-    """Σ over `plan_reshard(before, after)` of `price(collective, bytes, axis)`.
+def price_reshard(
+    meta: TensorMeta, before: Layout, after: Layout, mesh: Mesh, price: CollectivePrice, stays: bool = False
+) -> float:
+    """Σ over `plan_reshard(before, after)` of `price(collective, bytes, axis)`. `stays`: what is read is there anyway.
 
     inf where there is no way, and where a layout on the way cuts a dim that isn't there.
     """
-    steps = price_steps(meta, before, after, mesh, price)
+    steps = price_steps(meta, before, after, mesh, price, stays)
     return math.inf if steps is None else sum(steps)
 
 
 def price_steps(
-    meta: TensorMeta, before: Layout, after: Layout, mesh: Mesh, price: CollectivePrice
+    meta: TensorMeta, before: Layout, after: Layout, mesh: Mesh, price: CollectivePrice, stays: bool = False
 ) -> list[float] | None:
     """The prices of `plan_reshard(before, after)`'s steps; None where `price_reshard` is inf."""
     steps = plan_reshard(before, after)
@@ -120,14 +124,16 @@ def price_steps(
     for step in steps:
         if not (fits(step.before, meta.shape) and fits(step.after, meta.shape)):
             return None
-        if step.collective is Collective.SLICE and is_view_slice(meta, step, mesh):
+        if step is steps[0] and (stays or len(steps) > 1) and is_view_slice(meta, step, mesh):
             found.append(0.0)
             continue
         found.append(price(step.collective, step_bytes(meta, step, mesh), step.axis))
     return found
 
 
-def reshard_us(meta: TensorMeta, before: Layout, after: Layout, mesh: Mesh, cluster: ClusterSpec) -> float:
+def reshard_us(
+    meta: TensorMeta, before: Layout, after: Layout, mesh: Mesh, cluster: ClusterSpec, stays: bool = False
+) -> float:
     """µs to bring a tensor of *global* `meta` from one layout to another; inf if there is no way."""
     return price_reshard(
         meta,
@@ -135,4 +141,5 @@ def reshard_us(meta: TensorMeta, before: Layout, after: Layout, mesh: Mesh, clus
         after,
         mesh,
         lambda collective, nbytes, axis: collective_us(collective, nbytes, axis, mesh, cluster),
+        stays,
     )

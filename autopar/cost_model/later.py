@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from autopar.cost_model.wiring import Reader, SlotKind, Wire, Wiring
+from autopar.cost_model.wiring import Reader, SlotKind, Wire, Wiring, stays
 from autopar.ir.graph import REGION, Phase
 from autopar.ir.layout import Layout
 from autopar.ir.problem import INFINITY, Consumer, ProblemNode, ProblemValue
@@ -120,12 +120,6 @@ def _can_run_again(wiring: Wiring, wire: Wire) -> bool:
     return slot.node.op != REGION and wire.names[0][0] == slot.graph
 
 
-def _at_hand(wiring: Wiring, wire: Wire) -> bool:
-    """True of what needs no keeping: parameters, and what the model is called with."""
-    slot = wiring.slots[wire.producer]
-    return wire.of_parameter or slot.kind is SlotKind.STORAGE or (slot.kind is SlotKind.INPUT and slot.graph == "top")
-
-
 def add_later(
     wiring: Wiring,
     choices: Choices,
@@ -203,7 +197,7 @@ class _Builder:
             slot = self.wiring.slots[wire.producer]
             assert slot.node is not None
             for index in {self.wire_of[(slot.graph, ref)] for ref in slot.node.refs} - found:
-                if index not in self.lasting and not _at_hand(self.wiring, self.wiring.wires[index]):
+                if index not in self.lasting and not stays(self.wiring, self.wiring.wires[index]):
                     found.add(index)
                     todo.append(index)
         return tuple(sorted(found))

@@ -1,12 +1,12 @@
 """What one rank holds while it runs a lowered program: storages from the step that makes them to their last holder.
 
 A storage lives as long as a name for it is held: names are let go by `Free` steps and at the end of a function, what
-the forward saves is held until the backward frees it. Views and conversions that give back the same piece share the
-storage of what they are made from. Throughout: parameters, buffers, constants, inputs, and the optimizer's state; a
-gradient from when it is made to the end of the step. A collective that needs its input cut or its result joined in
-another dim than the first holds copies for that (`staging_bytes`). The step ends with the optimizer's update and what
-it holds beside (`update_bytes`). Every storage takes whole units of `rounding` bytes; what that adds is a line
-of its own.
+the forward saves is held until the backward frees it. Views, and slices that the program takes as views, share the
+storage of what they are made from; what it keeps apart has one of its own. Throughout: parameters, buffers, constants,
+inputs, and the optimizer's state; a gradient from when it is made to the end of the step. A collective that needs its
+input cut or its result joined in another dim than the first holds copies for that (`staging_bytes`). The step ends with
+the optimizer's update and what it holds beside (`update_bytes`). Every storage takes whole units of `rounding` bytes;
+what that adds is a line of its own.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autopar import ops
-from autopar.cost_model.collectives import is_view_slice
 from autopar.ir.graph import CapturedGraph, Phase, TensorMeta
 from autopar.ir.layout import local_shape
-from autopar.ir.program import CallBlock, Compute, Convert, Free, Function, Local, Program
+from autopar.ir.program import CallBlock, Compute, Convert, Free, Function, Keep, Local, Program, Step
 from autopar.ir.reshard import Collective, ReshardStep
 from autopar.ir.timeline import StageMemory
 
@@ -34,6 +33,7 @@ GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKING = "gradients", "optimizer", "activati
 KINDS = (
     PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKING, BUFFERS, CONSTANTS, INPUTS, STAGING, UPDATE, ROUNDING
 )  # fmt: skip
+
 LOOP_COPIES = 2
 """Copies of a parameter that AdamW holds while it updates one after the other: the root of its moment, and that root
 divided. An update of all at once holds one of each."""
@@ -191,17 +191,7 @@ class _Live:
         if function.phase is Phase.BACKWARD:
             held |= self.saved.pop((function.block, index), {})
         for step in function.steps:
-            match step:
-                case Free():
-                    for name in step.names:
-                        if name in held:
-                            self._release(held.pop(name))
-                case Compute():
-                    self._compute(step, held, given, path)
-                case Convert():
-                    self._convert(step, function.graph, held, given, path)
-                case CallBlock():
-                    self._call(step, held, given)
+            self._step(step, held, given, path)
         kept = {x.name for x in (*function.outputs, *function.updates, *function.gradients) if x is not None}
         if function.phase is Phase.FORWARD:
             everything = held | {n: s for n, s in given.items() if n not in held}
@@ -213,6 +203,21 @@ class _Live:
             self._release(storage)
         self.kept_as = outer
         return result
+
+    def _step(self, step: Step, held: dict[str, _Storage], given: dict[str, _Storage], path: str) -> None:
+        match step:
+            case Free():
+                for name in step.names:
+                    if name in held:
+                        self._release(held.pop(name))
+            case Compute():
+                self._compute(step, held, given, path)
+            case Convert():
+                self._convert(step, held, given, path)
+            case Keep():
+                self._keep(step, held, path)
+            case CallBlock():
+                self._call(step, held, given)
 
     def _where(self, path: str, module: str, op: str) -> str:
         return f"{'.'.join(p for p in (path, module) if p) or 'the model itself'} ({op})"
@@ -227,20 +232,23 @@ class _Live:
                 self._set(held, out.name, source or self._new(out.meta, owner))
         self._note(owner)
 
-    def _convert(
-        self, step: Convert, graph: str, held: dict[str, _Storage], given: dict[str, _Storage], path: str
-    ) -> None:
-        whole = self.program.metas[graph][step.before.value]
+    def _convert(self, step: Convert, held: dict[str, _Storage], given: dict[str, _Storage], path: str) -> None:
         at = held.get(step.before.name) or given[step.before.name]
         owner = self._where(path, step.place.module_path, f"{step.before.value} converted")
         for part in step.steps:
-            view = part.step.collective is Collective.SLICE and is_view_slice(whole, part.step, self.program.mesh)
             before = at.exact
-            at = self._hold(at if view else self._new(part.after.meta, owner))
+            at = self._hold(at if part.view else self._new(part.after.meta, owner))
             staged = staging_bytes(part.step, len(part.after.meta.shape), before, part.after.meta.nbytes)
             self._beside(self.rounded(staged), STAGING, owner)
             self._set(held, step.after.name, at)
             self._release(at)
+
+    def _keep(self, step: Keep, held: dict[str, _Storage], path: str) -> None:
+        owner = self._where(path, step.place.module_path, f"{step.local.value} kept")
+        copy = self._hold(self._new(step.local.meta, owner))
+        self._note(owner)
+        self._set(held, step.local.name, copy)
+        self._release(copy)
 
     def _set(self, held: dict[str, _Storage], name: str, storage: _Storage) -> None:
         self._is(storage, self.kept_as.get(name, WORKING))

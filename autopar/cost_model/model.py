@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from autopar.cost_model.collectives import collective_us, price_reshard, price_steps
+from autopar.cost_model.collectives import collective_us, copy_us, price_reshard, price_steps
 from autopar.cost_model.op_cost import OpCost, op_cost, optimizer_us
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import Node, Ref, TensorMeta
@@ -27,7 +27,7 @@ class CostModel:
         self._forms: dict[int, tuple[Node, str]] = {}
         self._ops: dict[tuple[str, Metas, Metas], OpCost] = {}
         self._collectives: dict[tuple[str, float, str], float] = {}
-        self._reshards: dict[tuple[TensorMeta, Layout, Layout], float] = {}
+        self._reshards: dict[tuple[TensorMeta, Layout, Layout, bool], float] = {}
 
     def op(self, node: Node, inputs: tuple[TensorMeta, ...], outputs: Metas) -> OpCost:
         """`op_cost` of local metas; equal ops with equal literal arguments and metas are priced once."""
@@ -45,19 +45,23 @@ class CostModel:
             found = self._collectives[key] = collective_us(collective, nbytes, axis, self.mesh, self.cluster)
         return found
 
-    def reshard_us(self, meta: TensorMeta, before: Layout, after: Layout) -> float:
+    def reshard_us(self, meta: TensorMeta, before: Layout, after: Layout, stays: bool = False) -> float:
         """`collectives.reshard_us` of a *global* meta on this mesh."""
         if before is after:
             return 0.0
-        key = (meta, before, after)
+        key = (meta, before, after, stays)
         found = self._reshards.get(key)
         if found is None:
-            found = self._reshards[key] = price_reshard(meta, before, after, self.pieces, self.collective_us)
+            found = self._reshards[key] = price_reshard(meta, before, after, self.pieces, self.collective_us, stays)
         return found
 
-    def steps_us(self, meta: TensorMeta, before: Layout, after: Layout) -> list[float]:
+    def steps_us(self, meta: TensorMeta, before: Layout, after: Layout, stays: bool = False) -> list[float]:
         """`reshard_us` by step; none where there is no way."""
-        return price_steps(meta, before, after, self.mesh, self.collective_us) or []
+        return price_steps(meta, before, after, self.mesh, self.collective_us, stays) or []
+
+    def copy_us(self, nbytes: float) -> float:
+        """Reading and writing so many bytes."""
+        return copy_us(nbytes, self.cluster)
 
     def optimizer_us(self, numel: int, dtype: str, state_bytes_per_parameter: float) -> float:
         """`op_cost.optimizer_us` on this cluster."""

@@ -32,17 +32,26 @@ class MeshPrices:
                 inner += self._model.collective_us(collective, nbytes, axis)
         return self._model.op(node, inputs, outputs).us, inner
 
-    def reshard_us(self, meta: TensorMeta, before: Layout, after: Layout) -> float:
-        """µs to convert a tensor of global `meta`; inf if impossible."""
-        return self._model.reshard_us(meta, before, after)
+    def reshard_us(self, meta: TensorMeta, before: Layout, after: Layout, stays: bool = False) -> float:
+        """µs to convert a tensor of global `meta`, which `stays` anyway or goes; inf if impossible."""
+        return self._model.reshard_us(meta, before, after, stays)
 
-    def steps_us(self, meta: TensorMeta, before: Layout, after: Layout) -> list[float]:
+    def steps_us(self, meta: TensorMeta, before: Layout, after: Layout, stays: bool = False) -> list[float]:
         """`reshard_us` by step."""
-        return self._model.steps_us(meta, before, after)
+        return self._model.steps_us(meta, before, after, stays)
+
+    def copy_us(self, nbytes: int) -> float:
+        """µs to copy so many bytes on the device."""
+        return self._model.copy_us(nbytes)
 
     def optimizer_us(self, numel: int, dtype: str, state_bytes_per_parameter: int) -> float:
         """µs to update `numel` parameters."""
         return self._model.optimizer_us(numel, dtype, state_bytes_per_parameter)
+
+    @property
+    def updates_at_once(self) -> bool:
+        """True if the optimizer updates all parameters together, as torch's does on GPUs."""
+        return self._model.cluster.backend == "nccl"
 
     def is_view(self, node: Node) -> bool:
         """True if the op's output shares its first input's storage."""

@@ -17,7 +17,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import CapturedGraph, Node, Phase, TensorMeta
 from autopar.ir.layout import Layout, local_shape, parse_layout
 from autopar.ir.plan import Plan
-from autopar.ir.program import CallBlock, Compute, Convert, Free, Function, Program
+from autopar.ir.program import CallBlock, Compute, Convert, Free, Function, Keep, Program
 from autopar.ir.reshard import Collective
 from autopar.ir.strategy import Strategy
 from autopar.ir.work import COMPUTE, Section, StageWork, Task, Tasks
@@ -79,6 +79,12 @@ class _Replay:
                     yield from self._compute(function.graph, step)
                 case Convert():
                     yield from self._convert(function.graph, step)
+                case Keep():
+                    nbytes = step.local.meta.nbytes
+                    yield Task(
+                        name=f"{step.place.module_path} {step.local.value} kept".strip(), kind="copy",
+                        us=self.prices.copy_us(nbytes), bytes=nbytes,
+                    )  # fmt: skip
                 case CallBlock():
                     yield Section(name=step.place.module_path, tasks=self._block(step))
                 case Free():
@@ -114,7 +120,7 @@ class _Replay:
         """One task for each collective; a slice is a copy."""
         meta = self.program.metas[graph][step.before.value]
         for part in step.steps:
-            us = self.prices.reshard_us(meta, part.step.before, part.step.after)
+            us = self.prices.reshard_us(meta, part.step.before, part.step.after, part.view)
             sliced = part.step.collective is Collective.SLICE
             yield Task(
                 name=f"{step.place.module_path} {step.before.value} {part.step}".strip(),

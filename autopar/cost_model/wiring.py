@@ -82,6 +82,12 @@ class Wiring:
     unused_parameters: tuple[str, ...]
 
 
+def stays(wiring: Wiring, wire: Wire) -> bool:
+    """True of what is there throughout: parameters, and what the model is called with."""
+    maker = wiring.slots[wire.producer]
+    return wire.of_parameter or (maker.kind is SlotKind.INPUT and maker.graph == "top" and wire.phase is Phase.FORWARD)
+
+
 @dataclass
 class _Open:
     """Slots and producers found so far."""

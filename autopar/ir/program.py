@@ -64,16 +64,18 @@ class Collective:
     """One step of a conversion, from `before` (a name) to `after`.
 
     `sizes` says what pieces that aren't equal don't say themselves: "length" (of the joined dim), "unit" of it, and
-    "cut_unit" (of an all-to-all, of the dim cut afterwards).
+    "cut_unit" (of an all-to-all, of the dim cut afterwards). `view`, of a slice: it copies nothing, since what it is
+    cut from is there as long as it is anyway.
     """
 
     step: ReshardStep
     before: str
     after: Local
     sizes: tuple[tuple[str, int | Own], ...] = ()
+    view: bool = False
 
     def __str__(self) -> str:
-        return f"{self.after} = {self.step} {self.before}"
+        return f"{self.after} = {self.step} {self.before}{' as a view' if self.view else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,19 @@ class Convert:
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """What waits, for the backward or for the end of the step, copied out of a larger storage, which can go. The name
+    stays. `whole`: the name of what made the larger storage."""
+
+    local: Local
+    whole: str
+    place: Place
+
+    def __str__(self) -> str:
+        return f"keep {self.local.name} apart from {self.whole}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +144,7 @@ class CallBlock:
         return f"{outs} = {self.function}[{self.index}]({', '.join(i.name for i in self.inputs)})"
 
 
-Step = Compute | Convert | Free | CallBlock
+Step = Compute | Convert | Keep | Free | CallBlock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

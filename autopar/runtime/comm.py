@@ -159,6 +159,11 @@ class Communicator(ABC):
         mine = self.piece(x.shape[dim], axis, unit)
         return x.narrow(dim, mine.start, mine.length).clone(memory_format=torch.contiguous_format)
 
+    def narrow(self, x: Tensor, axis: Axis, dim: int, unit: int = 1) -> Tensor:
+        """As `slice`, but a view: of what is there as long as the piece is."""
+        mine = self.piece(x.shape[dim], axis, unit)
+        return x.narrow(dim, mine.start, mine.length)
+
     def convert(
         self, x: Tensor, before: Layout, after: Layout, shape: tuple[int, ...], units: tuple[int, ...] = ()
     ) -> Tensor:

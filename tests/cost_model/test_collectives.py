@@ -108,7 +108,8 @@ def test_reshard_sums_the_planned_steps() -> None:
     assert us("dp:S(0) tp:S(1)", "dp:S(0) tp:R") == pytest.approx(2.28)  # 1 + ½·256/100
     assert us("dp:P tp:R", "dp:R tp:R") == pytest.approx(61.2)  # 2·5 + 2·½·512/10
     assert us("dp:S(0) tp:S(0)", "dp:R tp:R") == pytest.approx(2.28 + 5 + 25.6)  # tp first, 256; then dp, ½·512/10
-    assert us("dp:R tp:R", "dp:S(0) tp:R") == 0  # a view
+    assert us("dp:R tp:R", "dp:S(0) tp:R") == pytest.approx(0.512)  # 2·256/1000
+    assert reshard_us(META, *(parse_layout(x, both) for x in ("dp:R tp:R", "dp:S(0) tp:R")), both, spec, True) == 0
     assert us("dp:R tp:R", "dp:R tp:S(1)") == pytest.approx(0.512)  # a copy: 256 bytes read and written at 1000
     assert us("dp:R tp:S(0)", "dp:R tp:S(1)") == pytest.approx(2.28)  # 1 + ½·256/100: V is the piece
 
@@ -125,9 +126,12 @@ def test_layout_of_a_dim_that_is_not_there_cannot_be_reached() -> None:
     )
 
 
-def test_slice_of_a_leading_dim_of_one_is_a_view() -> None:
+def test_slice_of_what_stays_is_a_view_where_it_is_contiguous() -> None:
     row = TensorMeta((1, 16), "float32")
-    assert reshard_us(row, Layout(("tp",), (R,)), Layout(("tp",), (S(1),)), FOUR, FLAT) == 0
+    ends = Layout(("tp",), (R,)), Layout(("tp",), (S(1),))
+    assert reshard_us(row, *ends, FOUR, FLAT) == pytest.approx(2 * 16 / 1000)
+    assert reshard_us(row, *ends, FOUR, FLAT, stays=True) == 0
+    assert reshard_us(TensorMeta((2, 16), "float32"), *ends, FOUR, FLAT, stays=True) == pytest.approx(2 * 32 / 1000)
 
 
 def test_same_collective_costs_the_same_by_every_route() -> None:

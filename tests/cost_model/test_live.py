@@ -62,9 +62,8 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def measured(captured: Any, plan: Any, name: str) -> list[int]:
+def measured(captured: Any, plan: Any, model: torch.nn.Module, batch: dict[str, Any]) -> list[int]:
     """The peak of each rank over one forward and backward; parameters, buffers and inputs counted from the start."""
-    model, batch = tiny(name)
     source = api.emit_captured(captured, plan)
 
     def rank(rt: Communicator) -> int:
@@ -106,7 +105,7 @@ def test_peak_is_what_is_alive(name: str, ranks: int, pins: dict[str, Any]) -> N
     captured, plan = planned(name, ranks, pins)
     program = codegen.lower(captured, plan, mesh_of(plan))
     found = program_memory(captured, program, 0, rounding=ROUND_CPU, together=False)
-    peaks = measured(captured, plan, name)
+    peaks = measured(captured, plan, *tiny(name))
     assert all(abs(found.peak_bytes - p) <= 0.04 * p for p in peaks), (found.peak_bytes, peaks)
     assert sum(size for _, size in found.contributors) == sum(found.kinds.values()) == found.peak_bytes
 
