@@ -94,7 +94,9 @@ def _priced(task: Task, mesh: Mesh) -> tuple[Candidate, float]:
     """The candidate, and what a byte more would save of its relaxation in µs."""
     table = sharding.build_table(task.captured, mesh, task.options, rules=task.rules)
     prices = MeshPrices(task.cluster, mesh)
-    priced = build_problem(task.captured, task.wiring, table, prices, task.options, task.limit_bytes)
+    priced = build_problem(
+        task.captured, task.wiring, table, prices, task.options, task.limit_bytes, emitted=True
+    )  # fmt: skip
     bound_us, memory_price = relaxed(priced.problem)
     return Candidate(mesh, table, priced, bound_us), memory_price
 

@@ -4,8 +4,8 @@ Every choice of a slot becomes a strategy of a problem node; every wire a value 
 planner that code generation emits. Counts of tied blocks are folded into every number.
 
 Memory is summed where it is largest: after the forward, when all saved activations wait for the backward, with the
-working set of one of the largest ops beside it; and at the end, while the optimizer updates. Parameters, gradients,
-optimizer state, and what the model is called with and gives back are counted throughout.
+working set of one of the largest ops beside it. Parameters, gradients and optimizer state are counted throughout; for
+programs that run, also what the model is called with and gives back, and the optimizer's update at the end.
 """
 
 from __future__ import annotations
@@ -175,12 +175,14 @@ def build_problem(
     load: Load = WHOLE,
     mesh: Mesh | None = None,
     once_prices: Prices | None = None,
+    emitted: bool = False,
 ) -> Priced:
     """The problem of one mesh. Raises CompilerError where the table lacks a slot.
 
     `load` says how the step runs on it. With micro-batches `table` is of a mesh whose `dp` is as many times longer as
     there are of them (a rank's piece of one micro-batch is what so many ranks would have of the whole batch); `mesh` is
-    that of the devices, and `once_prices` are the prices on it.
+    that of the devices, and `once_prices` are the prices on it. `emitted`: a program is made of the answer as it is, so
+    that memory is counted to the end of the step, with what callers hold.
     """
     metas = {g.name: {name: v.meta for name, v in g.values().items()} for g in captured.graphs}
     lasting = lasting_slots(wiring) if load != WHOLE else frozenset[int]()
@@ -207,7 +209,7 @@ def build_problem(
     saved = () if RECOMPUTE in options.allow else _kept(wiring, tuple(layouts), context)
     whole = _whole(captured, wiring, choices, saved, held, context)
     moments = _moments(captured, wiring, whole, part.choices, context, limit_bytes)
-    if moments and load == WHOLE:
+    if moments and emitted:
         moments = _to_the_end(wiring, choices, whole, moments, context)
     problem = Problem(
         name=f"{captured.model_name} on {context.mesh}" + (f" ({load})" if load != WHOLE else ""),
