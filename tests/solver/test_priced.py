@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from autopar.errors import CompilerError
 from autopar.ir.problem import Problem, evaluate
+from autopar.solver import highs
 from autopar.solver.backends import backend_named
 from autopar.solver.model import build_model
 from autopar.solver.priced import priced_choice
@@ -35,3 +39,14 @@ def test_what_prices_choose_fits() -> None:
             assert priced.objective_us >= best - 1e-9
             worse += priced.objective_us > best + 1e-9
     assert found >= 20 and worse < found
+
+
+def test_an_lp_that_ends_without_an_answer_is_tried_another_way(monkeypatch: pytest.MonkeyPatch):
+    model = build_model(random_problem(3)).linear
+    right = highs.solve_lp(model)
+    stopped: dict[str, str | float | int] = {"simplex_iteration_limit": 0}
+    monkeypatch.setattr(highs, "OTHER_WAYS", (stopped, *highs.OTHER_WAYS[1:]))
+    assert highs.solve_lp(model).objective == pytest.approx(right.objective)
+    monkeypatch.setattr(highs, "OTHER_WAYS", (stopped,))
+    with pytest.raises(CompilerError, match="ended the LP with"):
+        highs.solve_lp(model)
