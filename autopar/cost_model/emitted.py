@@ -29,8 +29,14 @@ def as_emitted(plan: Plan, program: Program, prices: Prices) -> Plan:
     converted = sum(
         (new.us - old.us) * new.count for new, old in zip(found, plan.conversions, strict=True) if new is not old
     )
+    copies = list(_copies(program, prices))
+    strategies = {graph: dict(nodes) for graph, nodes in plan.strategies.items()}
+    for graph, op, us, _ in copies:
+        maker = strategies[graph][op]
+        strategies[graph][op] = msgspec.structs.replace(maker, us=maker.us + us)
+    copied = sum(us * calls for _, _, us, calls in copies)
     return msgspec.structs.replace(
-        plan, conversions=found, predicted=_later(plan.predicted, converted, sum(_copies_us(program, prices)))
+        plan, conversions=found, strategies=strategies, predicted=_later(plan.predicted, converted, copied)
     )
 
 
@@ -44,12 +50,13 @@ def _priced(entry: PlanReshard, converts: dict[Key, list[Convert]], program: Pro
     return entry if steps == entry.steps_us else msgspec.structs.replace(entry, us=sum(steps), steps_us=steps)
 
 
-def _copies_us(program: Program, prices: Prices) -> Iterator[float]:
+def _copies(program: Program, prices: Prices) -> Iterator[tuple[str, str, float, int]]:
+    """(graph, op that makes it, µs, how often) of what is copied out: its maker's time."""
     for function in program.functions:
         calls = len(program.calls.get(function.block, ("",)))
         for step in function.steps:
             if isinstance(step, Keep):
-                yield calls * prices.copy_us(step.local.meta.nbytes)
+                yield function.graph, step.place.key, prices.copy_us(step.local.meta.nbytes), calls
 
 
 def _later(predicted: PlanPrediction, communication_us: float, compute_us: float) -> PlanPrediction:

@@ -119,6 +119,10 @@ def test_a_part_is_kept_without_the_whole(pins: dict[str, Any], monkeypatch: pyt
     captured, plan = planned(model, batch, pins)
     assert kept(codegen.lower(captured, plan, mesh_of(plan)))
     assert "  # keep: apart from " in api.emit_captured(captured, plan).text
+    step, spent = plan.predicted.step_time_us, plan.predicted.breakdown_us
+    assert api.timeline_captured(captured, plan).step_us == pytest.approx(step, rel=1e-9)
+    ops = sum(s.us for nodes in plan.strategies.values() for s in nodes.values())
+    assert ops + sum(c.us * c.count for c in plan.conversions) + spent["optimizer"] == pytest.approx(step, rel=1e-9)
     apart = within(captured, plan, model, batch)
     monkeypatch.setattr(import_module("autopar.codegen.lower"), "in_own_storage", lambda steps, holders: list(steps))
     assert within(captured, plan, model, batch) > 1.2 * apart
@@ -158,5 +162,5 @@ def test_slices_of_conversions_are_alive_as_predicted(ranks: int) -> None:
         seen += slices(codegen.lower(captured, plan, on))
         within(captured, plan, model, batch, but=0.05)  # a collective copies what is transposed
         for found in on_ranks(captured, plan, model, work):
-            agree(found, alone, 1e-5)
+            agree(found, alone, 1e-4)
     assert {True, False} == set(seen)
