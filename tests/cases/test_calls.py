@@ -96,6 +96,48 @@ def test_cap14_batches_of_any_size(ranks: int, pins: dict[str, Any]) -> None:
     on_ranks(ranks, pins, body)
 
 
+@spread
+def test_cap14_a_smaller_batch_where_a_submodule_runs_as_it_is(ranks: int, pins: dict[str, Any]) -> None:
+    """A region between captured parts, dropout that is off, batch norm, and the last batch smaller than the ranks."""
+
+    def body(compile_: Compile) -> dict[str, Tensor]:
+        module = compile_(made(Branching), unequal(8, 4))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-4)
+        losses = {}
+        for step, rows in enumerate((8, 8, 5, 2, 8)):
+            loss = module((-1) ** step * unequal(rows, 4, seed=step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[f"loss {step}"] = loss.detach()
+        if isinstance(module, ParallelModule):
+            assert module.replans == 2, [str(p) for p in module.plans]
+        return losses | state(module)
+
+    on_ranks(ranks, pins, body)
+
+
+class Branching(nn.Module):
+    """Linear, batch norm, a submodule that branches on its input's values, linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.turn = Turn()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.turn(self.norm(self.first(x)), x)).pow(2).mean()
+
+
+class Turn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.lin(h) if x.sum() > 0 else torch.tanh(self.lin(-h))
+
+
 def _one_row() -> dict[str, Tensor]:
     return text(1, seed=5)
 

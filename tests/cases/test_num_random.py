@@ -21,10 +21,13 @@ from autopar.cost_model.clusters import load_cluster
 from autopar.errors import RankError
 from autopar.ir.layout import replicated
 from autopar.ir.options import Options
+from autopar.runtime.comm import Alone, Communicator
 from autopar.runtime.groups import ranks_started
 from autopar.runtime.launch import launch
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.threads import run_threads
 from tests.cases.run import captured, on_ranks, planned, same_everywhere, strategies, unequal
+from tests.codegen.hand import mesh
 
 
 class Dropping(nn.Module):
@@ -113,6 +116,32 @@ def test_num15_attention_dropout_in_folded_blocks(ranks: int) -> None:
     torch.manual_seed(1)
     only = ("tp",) if ranks == 3 else tuple(strategies(ranks))
     same_everywhere(Attending(), words(), (ranks,), precisions=("fp64",), only=lambda name: name in only)
+
+
+def test_num15_batches_of_other_sizes_draw_alike(weights: Dropping) -> None:
+    """The last, smaller batch of an epoch among them, on ranks that divide nothing."""
+    options = {"precision": "fp64", "differentiable": "all"}
+
+    def losses(rt: Communicator, pins: dict[str, Any]) -> list[float]:
+        module = api.compile_on(
+            copy.deepcopy(weights).double(), lambda plan, source: rt, load_cluster(f"rtx3090:{rt.mesh.size}"),
+            (unequal(12, 12),), {}, options=Options(pins=pins, **options),
+        )  # fmt: skip
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+        found = []
+        for step, rows in enumerate((12, 7, 2, 12)):
+            loss = module(unequal(rows, 12, seed=step))[0]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.detach()))
+        return found
+
+    wanted = losses(Alone(mesh(), torch.device("cpu")), {})
+    for ranks, pins in ((2, {"tp": 2}), (3, {"dp": 3, "zero": 3}), (4, {"dp": 4})):
+        axes = {"tp" if "tp" in pins else "dp": ranks}
+        for found in run_threads(mesh(**axes), lambda rt, pins=pins: losses(rt, pins), timeout_s=200.0):
+            assert found == pytest.approx(wanted, rel=1e-10)
 
 
 def test_num15_masks_are_equal_bit_by_bit(weights: Dropping) -> None:

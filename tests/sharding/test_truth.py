@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -269,24 +270,30 @@ def test_attention_with_masks_and_fewer_key_heads(mask: tuple[int, int], n: int,
     assert failures(node, metas, size) == []
 
 
-def test_products_of_two_axes_are_true() -> None:
-    """One rule per axis: Megatron, cut vocabulary with cut batch, cut classes with cut batch."""
-    mesh = Mesh(axes=(Axis(name="dp", size=2), Axis(name="tp", size=3)))
-    for op, *args in (
-        CASES["mm"](6, 1), CASES["addmm"](6, 1), CASES["embedding"](6, 1), CASES["embedding_back_padding"](6, 1),
-        CASES["log_softmax"](6, 1), CASES["pick"](6, 1), CASES["place"](6, 1), CASES["native_dropout"](6, 1),
-        CASES["batch_norm"](6, 1), CASES["batch_norm_back"](6, 1), CASES["mean"](6, 1), CASES["arange"](6, 1),
-        CASES["linear"](6, 1), CASES["view_merge"](6, 1),
-    ):  # fmt: skip
-        node, metas = make(op, *args)
-        rules = one_axis_rules(node, metas, CACHE)
-        wrong = []
-        for first in rules:
-            for second in rules:
-                strategy = strategy_of((first, second), mesh)
-                if fits(node, metas, (first, second), mesh) and (error := check(node, metas, strategy, mesh)):
-                    wrong.append(f"{op} {strategy}: {error}")
-        assert wrong == []
+PAIRS = (
+    "mm", "addmm", "embedding", "embedding_back_padding", "log_softmax", "pick", "place", "native_dropout",
+    "batch_norm", "batch_norm_back", "mean", "arange", "linear", "view_merge",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 3), *(pytest.param(x, marks=pytest.mark.slow) for x in ((3, 2), (2, 2)))], ids=str
+)
+@pytest.mark.parametrize("n", [6, 5, 7])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in PAIRS else pytest.mark.slow) for x in CASES])
+def test_products_of_two_axes_are_true(name: str, n: int, sizes: tuple[int, int]) -> None:
+    """One rule per axis: Megatron, cut vocabulary with cut batch, cut classes with cut batch. 5 and 7 rows by 2, then
+    by 3: 1 1 1, 1 1 0 and 2 2 0, 1 1 1."""
+    mesh = Mesh(axes=(Axis(name="dp", size=sizes[0]), Axis(name="tp", size=sizes[1])))
+    op, *args = CASES[name](n, 1)
+    node, metas = with_node_units(*make(op, *args))
+    rules = one_axis_rules(node, metas, CACHE)
+    wrong = []
+    for first, second in itertools.product(rules, rules):
+        strategy = strategy_of((first, second), mesh)
+        if fits(node, metas, (first, second), mesh) and (error := check(node, metas, strategy, mesh)):
+            wrong.append(f"{op} {strategy}: {error}")
+    assert wrong == []
 
 
 WRONG: dict[str, tuple[Callable[[int, int], tuple[Any, ...]], Rule]] = {
