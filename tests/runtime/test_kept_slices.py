@@ -140,7 +140,6 @@ def test_a_part_of_what_is_kept_whole_is_not_copied() -> None:
 def test_slices_of_conversions_are_alive_as_predicted(ranks: int) -> None:
     """Any layouts: slices of what goes are copies, slices of what stays are views; loss and gradients don't change.
 
-    Seen to fail with every contiguous slice taken as a view, and with every one copied, in the prediction alone.
     """
     model, batch = Rows(), {"x": unequal(ROWS, 2).float()}
     options = Options()
