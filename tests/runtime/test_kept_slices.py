@@ -138,9 +138,7 @@ def test_a_part_of_what_is_kept_whole_is_not_copied() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_slices_of_conversions_are_alive_as_predicted(ranks: int) -> None:
-    """Any layouts: slices of what goes are copies, slices of what stays are views; loss and gradients don't change.
-
-    """
+    """Any layouts: slices of what goes are copies, slices of what stays are views; loss and gradients don't change."""
     model, batch = Rows(), {"x": unequal(ROWS, 2).float()}
     options = Options()
     captured = api.capture(model, batch, options=options)
