@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import codegen, pipelines, questions, sharding, tracer
-from autopar.candidates import Candidate, Task, candidates_on, plan_of, rank, solve_mesh, step_memory
+from autopar.candidates import TIGHTER, Candidate, Task, candidates_on, plan_of, rank, solve_mesh, step_memory
 from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.live import ROUND, ROUND_CPU, save_memory
 from autopar.cost_model.local import fingerprint, local_cluster
@@ -270,10 +270,6 @@ def plan_captured(
     progress("write the plan", 1.0)
     dump("plan", plan.to_json().decode())
     return Plan.found(plan, task)
-
-
-TIGHTER = 3
-"""How often a search is done again with less memory, where the program of what it found needs more than it may."""
 
 
 def _fitting(task: Task, solves: _Solves) -> records.Plan:

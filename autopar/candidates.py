@@ -101,6 +101,8 @@ def _priced(task: Task, mesh: Mesh) -> tuple[Candidate, float]:
     return Candidate(mesh, table, priced, bound_us), memory_price
 
 
+TIGHTER = 3
+"""How often a search is done again with less memory, where the program of what it found needs more than it may."""
 RECOMPUTE_GAP = 0.02
 """The least gap that a problem with recomputation is solved to, if it may have one (docs/decisions/0007)."""
 
