@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar import codegen, pipelines, questions, sharding, tracer
-from autopar.candidates import TIGHTER, Candidate, Task, candidates_on, plan_of, rank, solve_mesh, step_memory
+from autopar import codegen, meshes, pipelines, questions, sharding, tracer
+from autopar.candidates import Progress, Task, step_memory
 from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.live import ROUND, ROUND_CPU, save_memory
 from autopar.cost_model.local import fingerprint, local_cluster
@@ -24,7 +24,7 @@ from autopar.cost_model.replay import replay
 from autopar.cost_model.search_space import mesh_candidates
 from autopar.cost_model.simulate import simulate
 from autopar.cost_model.tasks import Overlap
-from autopar.errors import ClusterError, InfeasibleError, InputError, PlanError, UserError, without_frames
+from autopar.errors import ClusterError, InputError, PlanError, UserError, without_frames
 from autopar.ir import cluster as description
 from autopar.ir import plan as records
 from autopar.ir.graph import CapturedGraph
@@ -32,11 +32,9 @@ from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
 from autopar.ir.plan import decode_plan, mesh_of
-from autopar.ir.problem import evaluate
 from autopar.ir.profile import refuse_foreign
 from autopar.ir.program import Source
 from autopar.ir.schedules import build_schedule
-from autopar.ir.solution import Solution, Status
 from autopar.ir.timeline import Timeline
 from autopar.ops.lowering import is_random
 from autopar.present.plan_diff import PlanDiff, diff_plans
@@ -51,18 +49,11 @@ from autopar.runtime.groups import communicator, init_ranks, ranks_started
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.threads import run_threads
 from autopar.runtime.watch import Seen, Watcher, aligned, edited, missing, watched
-from autopar.solver import LeastMemory, largest_terms, minimise_memory
 from autopar.verification import DRAWN_ALIKE, TOLERANCE, Trained, VerifyReport, compare, objective, reference, train
 from autopar.verification.bisect import Bisection
 from autopar.verification.bisect import bisect as bisect_values
 
 _log = logging.getLogger("autopar")
-
-SMALL = 700
-"""Strategies up to which a mesh's problem is solved to the end (that of a model of three layers: 300 to 600)."""
-
-Progress = Callable[[str, float], None]
-"""Called with (what is being done, part done 0..1)."""
 
 
 class ClusterSpec(description.ClusterSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -265,150 +256,10 @@ def plan_captured(
         found = pipelines.staged(task, progress)
         dump("plan", found.to_json().decode())
         return Plan.found(found, task)
-    candidates = _candidates(task, (mesh,) if mesh is not None else mesh_candidates(cluster, options), progress, dump)
-    plan = _fitting(task, _Solves(task, candidates, progress))
+    plan = meshes.best_plan(task, (mesh,) if mesh is not None else mesh_candidates(cluster, options), progress, dump)
     progress("write the plan", 1.0)
     dump("plan", plan.to_json().decode())
     return Plan.found(plan, task)
-
-
-def _fitting(task: Task, solves: _Solves) -> records.Plan:
-    """The best plan whose program keeps the limit. What the search counts may be less than its program needs; then that
-    mesh is solved again with so much less. Where nothing is left to choose, the plan that needs least is given, noted.
-    """
-    plans: list[records.Plan] = []
-    while len(plans) <= TIGHTER and (best := solves.best(required=not plans)) is not None:
-        plans.append(plan_of(task, *best))
-        over = plans[-1].predicted.peak_memory_bytes - task.limit_bytes
-        if over <= 0 or not best[0].problem.moments:
-            return plans[-1]
-        solves.tighten(best[0], over)
-    return min(plans, key=lambda plan: plan.predicted.peak_memory_bytes)
-
-
-class _Solves:
-    """Candidates, the lowest bound first, and their answers as far as they are known."""
-
-    def __init__(self, task: Task, candidates: list[Candidate], progress: Progress) -> None:
-        self.task, self.candidates, self.progress = task, candidates, progress
-        self.known: list[Solution | None] = [None] * len(candidates)
-
-    def best(self, *, required: bool) -> tuple[Candidate, Solution] | None:
-        """The best choice over all meshes, with the bound of the whole search; None, or InfeasibleError if one is
-        required, where nothing fits."""
-        options = self.task.options
-        best: tuple[Candidate, Solution] | None = None
-        bounds = []
-        stopped: list[Mesh] = []
-        for i, candidate in enumerate(self.candidates):
-            self.progress(f"solve {candidate.mesh}", i / len(self.candidates))
-            solution = self.known[i] or solve_mesh(
-                candidate, options, gap=_gap(candidate, options), cutoff_us=best[1].objective_us if best else None
-            )
-            if solution is None:
-                continue
-            self.known[i] = solution
-            bounds.append(solution.bound_us)
-            if solution.status is Status.TIME_LIMIT and not solution.choice:
-                stopped.append(candidate.mesh)
-            if solution.choice and (best is None or rank(candidate, solution, options) < rank(*best, options)):
-                best = candidate, solution
-        if best is not None:
-            return best[0], _over_meshes(best[1], bounds, options)
-        if not required:
-            return None
-        raise _out_of_time(self.task, stopped) if stopped else _infeasible(self.task, self.candidates, self.progress)
-
-    def tighten(self, candidate: Candidate, nbytes: int) -> None:
-        """From now on this candidate, which has an answer, may count so many bytes less than that."""
-        at = next(i for i, c in enumerate(self.candidates) if c is candidate)
-        answer, self.known[at] = self.known[at], None
-        assert answer is not None
-        used = max(evaluate(candidate.problem, answer.choice).used_bytes)
-        self.candidates[at] = candidate.limited(max(1, used - nbytes))
-
-
-def _gap(candidate: Candidate, options: Options) -> float:
-    """How far from proven optimal this mesh's answer may be. Small problems are solved to the end at once anyway."""
-    return options.gap if sum(len(n.cost_us) for n in candidate.problem.nodes) > SMALL else 0.0
-
-
-def _candidates(task: Task, meshes: Sequence[Mesh], progress: Progress, dump: _Dump) -> list[Candidate]:
-    """Every mesh with its problem, the lowest bound first; without those that can't hold a pinned layout."""
-    found: list[Candidate] = []
-    refused = []
-    for i, mesh in enumerate(meshes):
-        progress(f"price {mesh}", i / len(meshes))
-        try:
-            on_mesh = candidates_on(task, mesh)
-        except sharding.PinError as error:
-            refused.append(error)
-            continue
-        for candidate in on_mesh:
-            dump(f"problem {mesh}", candidate.problem)
-        found += on_mesh
-    if not found:
-        raise refused[0]
-    return sorted(found, key=lambda c: c.bound_us)
-
-
-def _over_meshes(solution: Solution, bounds: list[float], options: Options) -> Solution:
-    """The best mesh's answer with the bound of the whole search: a mesh solved to a gap may hide a cheaper plan.
-
-    Meshes left out were proven to be no cheaper than an answer at hand.
-    """
-    bound = min([solution.objective_us, *bounds])
-    if options.objective == "memory" or solution.status is not Status.OPTIMAL or bound == solution.objective_us:
-        return replace(solution, bound_us=solution.bound_us if options.objective == "memory" else bound)
-    return replace(solution, bound_us=bound, status=Status.FEASIBLE)
-
-
-def _out_of_time(task: Task, meshes: list[Mesh]) -> InfeasibleError:
-    """Nothing is known not to fit: the search ended before it had a plan."""
-    return InfeasibleError(
-        f"{task.captured.model_name}: no plan was found in {task.options.time_limit_s:g} s (on mesh "
-        f"{', '.join(map(str, meshes[:3]))}): allow more with --time-limit",
-        needed_bytes=0,
-        budget_bytes=task.limit_bytes,
-        largest_terms=(),
-    )
-
-
-def _no_choice_since(candidates: list[Candidate]) -> str:
-    """The cuts that the meshes lack, as their tables note them: ": a dim of size 12 can't be cut 5 ways …"."""
-    kinds = ("indivisible", "role", "whole")
-    notes = [n.message for kind in kinds for c in candidates for n in c.table.notes if n.kind == kind]
-    meshes = ", ".join(str(c.mesh) for c in candidates[:3])
-    return f" on mesh {meshes}: " + ("; ".join(dict.fromkeys(notes[:3])) or "no layouts of its ops fit together")
-
-
-def _infeasible(task: Task, candidates: list[Candidate], progress: Progress) -> InfeasibleError:
-    """Says what would fit: the smallest memory over all meshes, and what takes the most of it."""
-    name, limit = task.captured.model_name, task.limit_bytes
-    least: list[tuple[int, int, LeastMemory]] = []
-    for i, candidate in enumerate(candidates):
-        progress(f"nothing fits: the least memory on {candidate.mesh}", i / len(candidates))
-        found = minimise_memory(candidate.problem) if candidate.problem.moments else None
-        if found is not None:
-            least.append((found.needed_bytes, i, found))
-    if not least:
-        return InfeasibleError(
-            f"{name}: no plan exists under these pins{_no_choice_since(candidates)}",
-            needed_bytes=0,
-            budget_bytes=limit,
-            largest_terms=(),
-        )
-    needed, at, choice = min(least, key=lambda x: x[:2])
-    terms = largest_terms(candidates[at].problem, choice.choice, choice.moment)
-    listed = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, size in terms[:3])
-    return InfeasibleError(
-        f"{name}: no plan fits {limit / 2**30:.2f} GiB per device; the least is "
-        f"{needed / 2**30:.2f} GiB on mesh {candidates[at].mesh} (largest: {listed}). "
-        f"More devices, a smaller batch or --memory-limit {needed} would do.",
-        needed_bytes=needed,
-        budget_bytes=limit,
-        largest_terms=terms,
-    )
 
 
 class _Dump:

@@ -1,8 +1,8 @@
-"""One mesh: its choices, its problem, its answer. `api` compares meshes; `questions` asks again on the same one."""
+"""One mesh: its choices, its problem, its answer. `meshes` compares them; `questions` asks again on the same one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar import codegen, sharding
@@ -12,6 +12,7 @@ from autopar.cost_model.emitted import as_emitted
 from autopar.cost_model.live import ROUND, ROUND_CPU, program_memory
 from autopar.cost_model.prices import MeshPrices, model_flops
 from autopar.cost_model.wiring import Wiring, wire
+from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.mesh import Mesh
@@ -22,7 +23,10 @@ from autopar.ir.program import Program
 from autopar.ir.solution import Solution
 from autopar.ir.strategy import Note, StrategyTable
 from autopar.ir.timeline import StageMemory
-from autopar.solver import minimise_memory, relaxed, solve
+from autopar.solver import LeastMemory, largest_terms, minimise_memory, relaxed, solve
+
+Progress = Callable[[str, float], None]
+"""Called with (what is being done, part done 0..1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +98,7 @@ def _priced(task: Task, mesh: Mesh) -> tuple[Candidate, float]:
     """The candidate, and what a byte more would save of its relaxation in µs."""
     table = sharding.build_table(task.captured, mesh, task.options, rules=task.rules)
     prices = MeshPrices(task.cluster, mesh)
-    priced = build_problem(
-        task.captured, task.wiring, table, prices, task.options, task.limit_bytes, emitted=True
-    )  # fmt: skip
+    priced = build_problem(task.captured, task.wiring, table, prices, task.options, task.limit_bytes, emitted=True)
     bound_us, memory_price = relaxed(priced.problem)
     return Candidate(mesh, table, priced, bound_us), memory_price
 
@@ -149,6 +151,36 @@ def plan_of(task: Task, candidate: Candidate, solution: Solution) -> Plan:
     program = codegen.lower(task.captured, plan, candidate.mesh)
     plan = as_emitted(plan, program, prices)
     return with_memory(plan, step_memory(task.captured, program, plan), task.limit_bytes)
+
+
+def tightened(task: Task, candidate: Candidate, solution: Solution, plan: Plan) -> Candidate | None:
+    """The candidate with as much less memory as the solution's `plan` needs too much as a program; None if it keeps the
+    limit, or there is none."""
+    over = plan.predicted.peak_memory_bytes - task.limit_bytes
+    if over <= 0 or not candidate.problem.moments:
+        return None
+    return candidate.limited(max(1, max(evaluate(candidate.problem, solution.choice).used_bytes) - over))
+
+
+def nothing_fits(task: Task, problem: Problem, least: LeastMemory, how: str, where: str) -> InfeasibleError:
+    """What would fit, and what takes the most of it. `how` sure that is: "the least is", "about"."""
+    terms = largest_terms(problem, least.choice, least.moment)
+    listed = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, size in terms[:3])
+    return InfeasibleError(
+        f"{task.captured.model_name}: no plan fits {task.limit_bytes / 2**30:.2f} GiB per device; {how} "
+        f"{least.needed_bytes / 2**30:.2f} GiB {where} (largest: {listed}). "
+        f"More devices, a smaller batch or --memory-limit {least.needed_bytes} would do.",
+        needed_bytes=least.needed_bytes, budget_bytes=task.limit_bytes, largest_terms=terms,
+    )  # fmt: skip
+
+
+def out_of_time(task: Task, where: str) -> InfeasibleError:
+    """Nothing is known not to fit: the search ended before it had a plan."""
+    return InfeasibleError(
+        f"{task.captured.model_name}: no plan was found in {task.options.time_limit_s:g} s (on {where}): "
+        f"allow more with --time-limit",
+        needed_bytes=0, budget_bytes=task.limit_bytes, largest_terms=(),
+    )  # fmt: skip
 
 
 def step_memory(captured: CapturedGraph, program: Program, plan: Plan) -> StageMemory:

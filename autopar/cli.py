@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -50,6 +51,47 @@ Pins = Annotated[
 Json = Annotated[bool, Parameter(name="--json", help="One JSON object on stdout and nothing else.")]
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What a search may choose, and how hard it tries."""
+
+    objective: Literal["time", "memory"] = "time"
+    pin: Pins = None
+    space: Annotated[
+        list[str] | None,
+        Parameter(help="Degrees to try: data=1,2,4, tensor=1,2, context=1 or pipeline=1,2. May repeat."),
+    ] = None
+    stages: Annotated[
+        bool, Parameter(help="Search pipeline stages and micro-batches too. Such plans are priced, not run yet.")
+    ] = False
+    micro_batches: Annotated[int | None, Parameter(help="Of a step, on every rank; implies --stages.")] = None
+    memory_limit: Annotated[str | None, Parameter(help="Bytes per device, such as 40GiB; default: the device's.")] = (
+        None
+    )
+    gap: Annotated[
+        float, Parameter(help="How far from proven optimal will do, as a part of the step time; 0: solve to the end.")
+    ] = 0.005
+    time_limit: Annotated[float | None, Parameter(help="Seconds for the solver; the plan then says its gap.")] = None
+    strict: Annotated[
+        bool, Parameter(help="Refuse a model of which a part cannot be captured, instead of running that part whole.")
+    ] = False
+    dump_dir: Annotated[Path | None, Parameter(help="Each stage writes what it hands on there.")] = None
+
+    def checked(self) -> dict[str, Any]:
+        """Arguments of `Options`. Raises UserError before anything slow starts."""
+        arguments.check_positive("--time-limit", self.time_limit)
+        arguments.check_positive("--micro-batches", self.micro_batches)
+        arguments.check_part("--gap", self.gap)
+        return {
+            "objective": self.objective, "memory_limit": arguments.parse_bytes("--memory-limit", self.memory_limit),
+            "pins": arguments.parse_pins(self.pin or ()), "search_space": arguments.parse_space(self.space or ()),
+            "stages": self.stages, "micro_batches": self.micro_batches, "gap": self.gap,
+            "time_limit_s": self.time_limit, "strict": self.strict,
+            "dump_dir": str(self.dump_dir) if self.dump_dir else None,
+        }  # fmt: skip
+
+
 @app.command
 def search(
     model: Model,
@@ -59,41 +101,17 @@ def search(
     seq: Seq = None,
     global_batch: Batch = None,
     precision: Annotated[Precision | None, Parameter(help="Default: bf16 on GPUs, fp32 on CPUs.")] = None,
-    objective: Literal["time", "memory"] = "time",
-    pin: Pins = None,
-    space: Annotated[
-        list[str] | None, Parameter(help="Degrees to try: data=1,2,4, tensor=1,2 or context=1. May repeat.")
-    ] = None,
-    stages: Annotated[
-        bool, Parameter(help="Search pipeline stages and micro-batches too. Such plans are priced, not run yet.")
-    ] = False,
-    micro_batches: Annotated[int | None, Parameter(help="Of a step, on every rank; implies --stages.")] = None,
-    memory_limit: Annotated[
-        str | None, Parameter(help="Bytes per device, such as 40GiB; default: the device's.")
-    ] = None,
-    gap: Annotated[
-        float, Parameter(help="How far from proven optimal will do, as a part of the step time; 0: solve to the end.")
-    ] = 0.005,
-    time_limit: Annotated[float | None, Parameter(help="Seconds for the solver; the plan then says its gap.")] = None,
-    strict: Annotated[
-        bool, Parameter(help="Refuse a model of which a part cannot be captured, instead of running that part whole.")
-    ] = False,
+    wishes: Wishes = Wishes(),
     output: Annotated[Path | None, Parameter(name=["--output", "-o"], help="Write the plan there as JSON.")] = None,
-    dump_dir: Annotated[Path | None, Parameter(help="Each stage writes what it hands on there.")] = None,
     json_: Json = False,
 ) -> None:
     """Find the fastest plan that fits, and print it."""
     from autopar.catalogue.entries import resolve
 
     resolve(model)
-    pins = arguments.parse_pins(pin or ())
-    degrees = arguments.parse_space(space or ())
-    limit = arguments.parse_bytes("--memory-limit", memory_limit)
-    arguments.check_positive("--time-limit", time_limit)
+    asked = wishes.checked()
     arguments.check_positive("--seq", seq)
-    arguments.check_positive("--micro-batches", micro_batches)
     arguments.check_positive("--global-batch", global_batch)
-    arguments.check_part("--gap", gap)
     arguments.check_writable("-o", output)
     with working("search") as progress:
         from autopar.cost_model.clusters import load_cluster
@@ -108,24 +126,11 @@ def search(
 
         progress(f"build {model}", 0.0)
         source = load_model(model, seq=seq, global_batch=global_batch, precision=precision)
-        options = Options(
-            objective=objective,
-            memory_limit=limit,
-            pins=pins,
-            search_space=degrees,
-            stages=stages,
-            micro_batches=micro_batches,
-            precision=precision,
-            gap=gap,
-            time_limit_s=time_limit,
-            strict=strict,
-            dump_dir=str(dump_dir) if dump_dir else None,
-        )
         plan = api.search(
             source.model,
             spec,
             example_inputs=source.example_inputs,
-            options=options,
+            options=Options(precision=precision, **asked),
             progress=progress,
             model_name=source.name,
         )

@@ -14,15 +14,15 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar import sharding
-from autopar.candidates import Task
+from autopar.candidates import Progress, Task, nothing_fits, out_of_time
 from autopar.cost_model.build import Priced, build_problem
 from autopar.cost_model.pipeline import Choice, Parts, block_runs, stage_problem
 from autopar.cost_model.prices import MeshPrices, model_flops
-from autopar.cost_model.search_space import axis_pins, divisors, stage_mesh
+from autopar.cost_model.search_space import allowed_degrees, axis_pins, divisors, stage_mesh
 from autopar.cost_model.staged import Cut, staged_plan
 from autopar.cost_model.wiring import SlotKind
 from autopar.errors import InfeasibleError, UserError
@@ -31,11 +31,11 @@ from autopar.ir.load import Load
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan, PlanSolver
+from autopar.ir.problem import Problem
 from autopar.ir.stages import StageProblem, StageSolution
 from autopar.ir.strategy import Note
-from autopar.solver import Relaxation, Sweep, largest_terms, minimise_memory, relaxed, solve_stages, sweep
+from autopar.solver import LeastMemory, Relaxation, Sweep, minimise_memory, relaxed, solve_stages, sweep
 
-Progress = Callable[[str, float], None]
 LARGEST_MICRO_BATCH = 16
 """Rows of one micro-batch on one rank: more gain nothing on matrices of 2 048 tokens a row."""
 SOLVES = 24
@@ -79,14 +79,13 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """A trial's answer. `choices`: one for each column's name. `bound_us` holds for the trial."""
+    """A trial's answer. `choices`: one for each column's name."""
 
     trial: Trial
     priced: Priced
     choices: tuple[Choice, ...]
     stages: StageProblem
     assignment: StageSolution
-    bound_us: float
     price_us_per_byte: float
 
     @property
@@ -102,12 +101,19 @@ class Solved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Of a search: the best, a bound on all trials, how many there were and how many of them were solved."""
+    """Of a search.
+
+    Attributes:
+        bound_us: no trial's step is shorter, of those whose first and last stage hold an even share of the blocks.
+        trials, solved: how many there were, and how many of them were solved.
+        in_time: the search was not ended by `Options.time_limit_s`.
+    """
 
     best: Solved | None
     bound_us: float
-    trials: int
+    trials: tuple[Trial, ...]
     solved: int
+    in_time: bool
 
 
 def batch_size(task: Task) -> int:
@@ -118,7 +124,11 @@ def batch_size(task: Task) -> int:
 
 def trials(task: Task) -> tuple[Trial, ...]:
     """Every way within pins and search space; tensor parallel ranks on the innermost links, unless pinned."""
-    found = tuple(t for p in _stage_counts(task) for t in _of_stages(task, p))
+    pins, allowed = axis_pins(task.options), allowed_degrees(task.options)
+    for axis in ("cp", "free"):
+        if pins.get(axis, 1) != 1 or set(allowed.get(axis, (1,))) != {1}:
+            raise UserError(f"axis {axis} is not searched with pipeline stages or micro-batches: leave it out")
+    found = tuple(t for p in _stage_counts(task, pins, allowed) for t in _of_stages(task, p, pins, allowed))
     if not found:
         raise UserError(_no_trial(task))
     return found
@@ -136,34 +146,33 @@ def _no_trial(task: Task) -> str:
     )
 
 
-def _stage_counts(task: Task) -> Iterator[int]:
-    instances = sum(count for _, count in block_runs(task.captured))
-    allowed = task.options.search_space.get("pipeline")
-    pinned = task.options.pins.get("pp")
+Pins = Mapping[str, int]
+Allowed = Mapping[str, tuple[int, ...]]
+
+
+def _may(degree: str, size: int, pins: Pins, allowed: Allowed) -> bool:
+    return size == pins.get(degree, size) and size in allowed.get(degree, (size,))
+
+
+def _stage_counts(task: Task, pins: Pins, allowed: Allowed) -> Iterator[int]:
+    blocks = sum(count for _, count in block_runs(task.captured))
     for stages in divisors(task.cluster.devices):
-        if stages > 1 and stages > instances:
-            continue
-        if pinned is not None and int(pinned) != stages:
-            continue
-        if pinned is not None or allowed is None or stages in allowed:
+        if stages <= max(1, blocks) and _may("pp", stages, pins, allowed):
             yield stages
 
 
-def _of_stages(task: Task, stages: int) -> Iterator[Trial]:
-    space = task.options.search_space
-    pins = axis_pins(replace(task.options, pins={k: v for k, v in task.options.pins.items() if k != "pp"}))
+def _of_stages(task: Task, stages: int, pins: Pins, allowed: Allowed) -> Iterator[Trial]:
     devices, batch = task.cluster.devices // stages, batch_size(task)
     chunks = max(chunk_counts(task, stages, 2**31))
     near = task.cluster.levels[0].size if task.cluster.levels else 1
+    asked = "tp" in pins or "tp" in allowed
     for tensor in divisors(devices):
-        if tensor != pins.get("tp", tensor) or tensor not in space.get("tensor", (tensor,)):
-            continue
         data = devices // tensor
-        if data != pins.get("dp", data) or data not in space.get("data", (data,)) or batch % data:
+        if not _may("tp", tensor, pins, allowed) or not _may("dp", data, pins, allowed) or batch % data:
             continue
-        if tensor > near and "tp" not in pins and "tensor" not in space:
+        if tensor > near and not asked:
             continue
-        mesh = stage_mesh({"dp": data, "tp": tensor}, task.cluster)
+        mesh = stage_mesh(data, tensor, task.cluster)
         for rows in _micro_batch_rows(task.options, batch // data):
             yield Trial(
                 load=Load(stages=stages, micro_batches=batch // data // rows, chunks=chunks), mesh=mesh, rows=rows
@@ -196,7 +205,7 @@ def bounded(task: Task, found: tuple[Trial, ...], progress: Progress) -> list[Tr
     kinds = sorted({(t.tensor, t.rows) for t in found})
     work = {}
     for i, (tensor, rows) in enumerate(kinds):
-        progress(f"bound tp={tensor}, {rows} sequences", 0.5 * i / len(kinds))
+        progress(f"bound tp={tensor}, {rows} rows", 0.5 * i / len(kinds))
         work[(tensor, rows)] = _work_us(task, tensor, rows)
     known = [replace(t, bound_us=t.load.runs * work[(t.tensor, t.rows)]) for t in found]
     return sorted(known, key=lambda t: (t.bound_us, t.load.stages, t.tensor, t.rows))
@@ -205,9 +214,12 @@ def bounded(task: Task, found: tuple[Trial, ...], progress: Progress) -> list[Tr
 def _work_us(task: Task, tensor: int, rows: int) -> float:
     """What the whole model costs on one micro-batch of so many rows, at the least: nothing done once is counted."""
     times = batch_size(task) // rows
-    mesh = stage_mesh({"dp": 1, "tp": tensor}, task.cluster)
+    mesh = stage_mesh(1, tensor, task.cluster)
     trial = Trial(load=Load(micro_batches=times), mesh=mesh, rows=rows)
-    priced = _priced(task, trial, task.options, limit_bytes=0)
+    try:
+        priced = _priced(task, trial, limit_bytes=0)
+    except sharding.PinError:  # on this mesh; each trial's own says
+        return 0.0
     storage = {i for i, s in enumerate(priced.wiring.slots) if s.kind is SlotKind.STORAGE}
     nodes = tuple(
         replace(n, cost_us=(0.0,) * len(n.cost_us)) if i in storage else n for i, n in enumerate(priced.problem.nodes)
@@ -215,11 +227,12 @@ def _work_us(task: Task, tensor: int, rows: int) -> float:
     return relaxed(replace(priced.problem, nodes=nodes))[0] / times
 
 
-def _priced(task: Task, trial: Trial, options: Options, limit_bytes: int) -> Priced:
+def _priced(task: Task, trial: Trial, limit_bytes: int) -> Priced:
+    """Raises PinError for pins that the trial's mesh can't hold."""
     table = sharding.build_table(task.captured, trial.pieces, task.options, rules=task.rules)
     prices = MeshPrices(task.cluster, trial.mesh, trial.pieces)
     return build_problem(
-        task.captured, task.wiring, table, prices, options, limit_bytes, load=trial.load, mesh=trial.mesh,
+        task.captured, task.wiring, table, prices, task.options, limit_bytes, load=trial.load, mesh=trial.mesh,
         once_prices=MeshPrices(task.cluster, trial.mesh),
     )  # fmt: skip
 
@@ -235,7 +248,7 @@ class Tight:
 
 def tightened(task: Task, trial: Trial) -> Tight:
     """Its `trial` has the bound of its own relaxation: inf where nothing fits."""
-    priced = _priced(task, trial, task.options, task.limit_bytes)
+    priced = _priced(task, trial, task.limit_bytes)
     relaxation = Relaxation.of(priced.problem)
     return Tight(replace(trial, bound_us=max(relaxation.bound_us, trial.bound_us)), priced, relaxation)
 
@@ -257,7 +270,7 @@ def _staged(task: Task, tight: Tight, found: Sweep, cutoff_us: float) -> Solved 
             if assigned is None or assigned.assignment is None:
                 continue
             solved = Solved(
-                trial=trial, priced=priced, choices=group, stages=stages, assignment=assigned, bound_us=found.bound_us,
+                trial=trial, priced=priced, choices=group, stages=stages, assignment=assigned,
                 price_us_per_byte=found.price_us_per_byte,
             )  # fmt: skip
             if best is None or solved.order < best.order:
@@ -276,30 +289,45 @@ def _alike(parts: Parts, choices: tuple[Choice, ...]) -> list[tuple[Choice, ...]
 def best_of(task: Task, progress: Progress) -> Found:
     """The best plan found and a lower bound on the steps of all trials.
 
-    Of the trials left, that with the lowest bound is looked at: its own relaxation, then itself.
+    Of the trials left, that with the lowest bound is looked at: its own relaxation, then itself. Raises PinError where
+    no trial can hold the pins.
     """
+    end = time.monotonic() + (math.inf if task.options.time_limit_s is None else task.options.time_limit_s)
     every = bounded(task, trials(task), progress)
     left: list[tuple[float, int, Trial | Tight]] = [(t.bound_us, i, t) for i, t in enumerate(every)]
     best: Solved | None = None
     bounds: list[float] = []
+    refused: list[sharding.PinError] = []
     solved = 0
+    in_time = True
     while left:
         bound, i, trial = heapq.heappop(left)
-        if math.isinf(bound) or (best is not None and (bound >= best.step_us or solved >= SOLVES)):
+        in_time = time.monotonic() < end
+        if not in_time or math.isinf(bound) or _enough(best, bound, solved, task.options):
             bounds.append(bound)
             break
         progress(f"{len(left)} left: {every[i]}", 0.5 + 0.5 * (1 - len(left) / len(every)))
         if isinstance(trial, Trial):
-            tight = tightened(task, trial)
-            heapq.heappush(left, (tight.trial.bound_us, i, tight))
+            try:
+                tight = tightened(task, trial)
+                heapq.heappush(left, (tight.trial.bound_us, i, tight))
+            except sharding.PinError as error:
+                refused.append(error)
             continue
         solved += 1
         bounds.append(bound)
         found = solve_trial(task, trial, best.step_us if best else math.inf)
         if found is not None and (best is None or found.order < best.order):
             best = found
+    if len(refused) == len(every):
+        raise refused[0]
     bound = min([*bounds, best.step_us if best else math.inf])
-    return Found(best=best, bound_us=bound, trials=len(every), solved=solved)
+    return Found(best=best, bound_us=bound, trials=tuple(every), solved=solved, in_time=in_time)
+
+
+def _enough(best: Solved | None, bound_us: float, solved: int, options: Options) -> bool:
+    """True if no trial left is worth a look: none of them is better by more than the gap, or enough were solved."""
+    return best is not None and (bound_us >= best.step_us * (1 - options.gap) or solved >= SOLVES)
 
 
 def staged(task: Task, progress: Progress) -> Plan:
@@ -308,45 +336,49 @@ def staged(task: Task, progress: Progress) -> Plan:
     found = best_of(task, progress)
     best = found.best
     if best is None:
-        raise _nothing_fits(task, progress)
+        raise _nothing_fits(task, found, progress) if found.in_time else out_of_time(task, "stages and micro-batches")
     assert best.assignment.assignment is not None and best.assignment.evaluation is not None
     parts = Parts.of(task.captured, best.priced)
     cut = Cut(parts, best.choices, best.stages, best.assignment.assignment, best.assignment.evaluation)
     gap = max(0.0, 1 - found.bound_us / best.step_us)
+    proven = gap < PROVEN and all(t.load.stages == 1 for t in found.trials)  # the bound knows even cuts only
+    status = "time_limit" if not found.in_time else "optimal" if proven else "feasible"
     solver = PlanSolver(
-        status="optimal" if gap < PROVEN else "feasible", objective_us=best.step_us, bound_us=found.bound_us, gap=gap,
+        status=status, objective_us=best.step_us, bound_us=found.bound_us, gap=gap,
         time_s=round(time.monotonic() - start, 3), memory_price=best.price_us_per_byte,
         memory_bytes=best.assignment.evaluation.peak_bytes,
     )  # fmt: skip
     table = sharding.build_table(task.captured, best.trial.pieces, task.options, rules=task.rules)
     notes = table.notes + tuple(Note(*n) for n in task.captured.notes)
-    notes += (Note("search", "", f"{found.trials} ways of stages × mesh × micro-batches, {found.solved} solved"),)
+    notes += (Note("search", "", _searched(found)),)
     prices = MeshPrices(task.cluster, best.trial.mesh, best.trial.pieces)
     flops = model_flops(task.captured, task.wiring)
     return staged_plan(cut, prices, task.cluster, task.options, notes, flops, solver)
 
 
-def _nothing_fits(task: Task, progress: Progress) -> InfeasibleError:
+def _searched(found: Found) -> str:
+    words = f"{len(found.trials)} ways of stages × mesh × micro-batches, {found.solved} solved"
+    if all(t.load.stages == 1 for t in found.trials):
+        return words
+    return f"{words}; the gap is to cuts whose first and last stage have an even share of the blocks"
+
+
+def _nothing_fits(task: Task, found: Found, progress: Progress) -> InfeasibleError:
     """The least memory over trials of the smallest micro-batch, for what would do."""
-    least: list[tuple[int, str, tuple[tuple[str, int], ...]]] = []
+    least: list[tuple[int, int, Problem, LeastMemory, Trial]] = []
     small: dict[tuple[int, Mesh], Trial] = {}
-    for trial in trials(task):
+    for trial in sorted(found.trials, key=lambda t: (t.load.stages, t.tensor, t.rows)):
         small.setdefault((trial.load.stages, trial.mesh), trial)
     for i, trial in enumerate(small.values()):
         progress(f"nothing fits: the least memory of {trial}", i / len(small))
-        problem = _priced(task, trial, task.options, task.limit_bytes).problem
-        found = minimise_memory(problem) if problem.moments else None
-        if found is not None:
-            least.append((found.needed_bytes, str(trial), largest_terms(problem, found.choice, found.moment)))
-    name, limit = task.captured.model_name, task.limit_bytes
+        problem = _priced(task, trial, task.limit_bytes).problem
+        needs = minimise_memory(problem) if problem.moments else None
+        if needs is not None:
+            least.append((needs.needed_bytes, i, problem, needs, trial))
     if not least:
         return InfeasibleError(
-            f"{name}: no plan exists under these pins", needed_bytes=0, budget_bytes=limit, largest_terms=()
-        )
-    needed, where, terms = min(least, key=lambda x: x[:2])
-    listed = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, size in terms[:3])
-    return InfeasibleError(
-        f"{name}: no plan fits {limit / 2**30:.2f} GiB per device; about {needed / 2**30:.2f} GiB would do, with "
-        f"{where} (largest: {listed}). More devices or a smaller batch would do as well.",
-        needed_bytes=needed, budget_bytes=limit, largest_terms=terms,
-    )  # fmt: skip
+            f"{task.captured.model_name}: no plan exists under these pins", needed_bytes=0,
+            budget_bytes=task.limit_bytes, largest_terms=(),
+        )  # fmt: skip
+    _, _, problem, needs, trial = min(least, key=lambda x: x[:2])
+    return nothing_fits(task, problem, needs, "with an even cut the least is", f"with {trial}")

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from autopar import sharding
-from autopar.candidates import TIGHTER, Candidate, Task, plan_of, price_mesh, rank, solve_problem
+from autopar.candidates import TIGHTER, Candidate, Task, plan_of, price_mesh, rank, solve_problem, tightened
 from autopar.cost_model.places import Places, short
 from autopar.cost_model.wiring import SlotKind
 from autopar.errors import CompilerError, InfeasibleError, UserError
@@ -25,8 +25,8 @@ from autopar.ir.graph import Graph, Node, ParameterInfo
 from autopar.ir.layout import Layout, R, parse_layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import DEGREE_NAMES, RECOMPUTE, Options
-from autopar.ir.plan import Plan, mesh_of
-from autopar.ir.problem import Problem, evaluate
+from autopar.ir.plan import Plan, mesh_of, refuse_stages
+from autopar.ir.problem import Problem
 from autopar.ir.solution import Solution, Status
 from autopar.ir.strategy import Strategy
 from autopar.present.arguments import split_pins
@@ -206,11 +206,7 @@ class _Mesh:
 
 
 def _on_mesh(plan: Plan, task: Task, progress: Progress) -> _Mesh:
-    if plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1:
-        raise UserError(
-            f"the plan for {plan.model.name} has {plan.mesh.pipeline} stages and {plan.schedule.micro_batches} "
-            f"micro-batches: this version explains plans of one stage and one micro-batch"
-        )
+    refuse_stages(plan, "explains")
     mesh = mesh_of(plan)
     progress(f"solve {mesh} to the end", 0.0)
     base = price_mesh(task, mesh)
@@ -219,12 +215,9 @@ def _on_mesh(plan: Plan, task: Task, progress: Progress) -> _Mesh:
         raise CompilerError(f"the plan for {plan.model.name} on {mesh} is no answer of its own problem")
     answer = plan_of(task, base, optimum)
     for _ in range(TIGHTER):  # as the search does
-        over = answer.predicted.peak_memory_bytes - task.limit_bytes
-        if over <= 0 or not base.problem.moments:
-            break
-        less = base.limited(max(1, max(evaluate(base.problem, optimum.choice).used_bytes) - over))
-        found = solve_problem(less.problem, task.options, gap=0.0, cutoff_us=None)
-        if found is None or not found.choice:
+        less = tightened(task, base, optimum, answer)
+        found = solve_problem(less.problem, task.options, gap=0.0, cutoff_us=None) if less is not None else None
+        if less is None or found is None or not found.choice:
             break
         base, optimum, answer = less, found, plan_of(task, less, found)
     return _Mesh(plan, task, mesh, base, optimum, answer, progress)

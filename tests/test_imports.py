@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "profiling": {"ir", "cost_model", "runtime"},
     "verification": {"ir", "tracer"},
     "candidates": {"ir", "sharding", "cost_model", "solver", "codegen"},
+    "meshes": {"ir", "sharding", "solver", "candidates"},
     "pipelines": {"ir", "sharding", "cost_model", "solver", "candidates"},
     "questions": {"ir", "sharding", "cost_model", "solver", "candidates", "present"},
     "catalogue": {"ir"},

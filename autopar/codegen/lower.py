@@ -17,11 +17,11 @@ from autopar.codegen.layouts import PlanLayouts, block_parameters, own_inputs
 from autopar.codegen.scope import Names, Scope, with_frees
 from autopar.codegen.storages import Holders, in_own_storage
 from autopar.codegen.tables import stem
-from autopar.errors import CompilerError, PlanError
+from autopar.errors import CompilerError
 from autopar.ir.graph import CapturedGraph, Graph, InputKind, Node, OutputKind, Phase, Ref
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Plan, mesh_of
+from autopar.ir.plan import Plan, mesh_of, refuse_stages
 from autopar.ir.program import CallBlock, Compute, Function, Local, Place, Program
 from autopar.ops import local_call
 
@@ -36,11 +36,7 @@ def lower(captured: CapturedGraph, plan: Plan, mesh: Mesh | None = None) -> Prog
         PlanError: the plan has no entry for an op or a parameter, or a layout that is none.
         CompilerError: a layout that doesn't divide its tensor, or a conversion that doesn't exist.
     """
-    if plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1:
-        raise PlanError(
-            f"the plan for {plan.model.name} has {plan.mesh.pipeline} stages and {plan.schedule.micro_batches} "
-            f"micro-batches: this version runs plans of one stage and one micro-batch; search without stages"
-        )
+    refuse_stages(plan, "runs")
     mesh = mesh or mesh_of(plan)
     context = _Context(captured, PlanLayouts(captured, plan, mesh), block_parameters(captured))
     for block in captured.blocks:

@@ -4,7 +4,7 @@ A storage goes when the last name for it goes, so a small view that waits for th
 view of. What waits is copied out (`Keep`) unless that saves nothing: because the storage waits whole anyway, or is
 there throughout, or because what waits of it is as large as it is. A conversion that cuts a contiguous piece out of a
 tensor (a slice of the first dim of more than one row) is a view where that tensor is there as long as the piece;
-everywhere else a slice copies. Prices follow what is decided here (`cost_model.answer.as_emitted`).
+everywhere else a slice copies. Prices follow what is decided here (`cost_model.emitted`).
 """
 
 from __future__ import annotations

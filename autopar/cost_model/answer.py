@@ -7,15 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from autopar.cost_model.build import (
-    Priced,
-    Prices,
-    When,
-    fixed_bytes,
-    saved_readers,
-    state_bytes_per_parameter,
-)
+from autopar.cost_model.build import Priced, When
+from autopar.cost_model.context import Prices
 from autopar.cost_model.later import Mode
+from autopar.cost_model.moments import fixed_bytes, saved_readers, state_bytes_per_parameter
 from autopar.cost_model.places import Places
 from autopar.cost_model.wiring import SlotKind, stays
 from autopar.ir.cluster import ClusterSpec
@@ -71,7 +66,7 @@ def make_plan(
     stage = PlanStage(
         index=0,
         devices=max(1, priced.mesh.size),
-        blocks=[(_common(b.instances), len(b.instances)) for b in captured.blocks],
+        blocks=[(common_path(b.instances), len(b.instances)) for b in captured.blocks],
         peak_memory_bytes=sum(memory.values()),
         saved_count=modes[False] if priced.later else len(waiting),
         recomputed_count=modes[True],
@@ -188,7 +183,7 @@ def _inputs(captured: CapturedGraph) -> dict[str, PlanInput]:
     return {i.path: PlanInput(shape=i.meta.shape, dtype=i.meta.dtype) for i in leaves if i.meta is not None}
 
 
-def _common(paths: tuple[str, ...]) -> str:
+def common_path(paths: tuple[str, ...]) -> str:
     """The module path that the instances share: "model.layers" of "model.layers.0", "model.layers.1"."""
     parts = [p.split(".") for p in paths]
     shared = []

@@ -2,20 +2,15 @@
 
 Every choice of a slot becomes a strategy of a problem node; every wire a value whose conversions are priced by the same
 planner that code generation emits. Counts of tied blocks are folded into every number.
-
-Memory is summed where it is largest: after the forward, when all saved activations wait for the backward, with the
-working set of one of the largest ops beside it. Parameters, gradients and optimizer state are counted throughout; for
-programs that run, also what the model is called with and gives back, and the optimizer's update at the end.
+What memory that takes, and when, is in `moments`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
+from autopar.cost_model.context import Choices, Context, Prices, trainable
 from autopar.cost_model.ends import Ends
 from autopar.cost_model.lasting import (
     HeldNode,
@@ -27,61 +22,17 @@ from autopar.cost_model.lasting import (
     lasting_wires,
 )
 from autopar.cost_model.later import Asked, LaterNode, LaterPart, LaterPrices, add_later
-from autopar.cost_model.live import LOOP_COPIES
+from autopar.cost_model.moments import WholeBytes, kept_versions, moments_of, saved_readers, to_the_end, whole_bytes
 from autopar.cost_model.sums import reduces, waiting_sums
 from autopar.cost_model.wiring import Reader, Slot, SlotKind, Wire, Wiring, stays
 from autopar.errors import CompilerError
-from autopar.ir.graph import CapturedGraph, InputKind, Node, OutputKind, Phase, TensorMeta
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.graph import CapturedGraph, Phase
+from autopar.ir.layout import Layout
 from autopar.ir.load import WHOLE, Load
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import RECOMPUTE, Options
-from autopar.ir.problem import INFINITY, Consumer, Moment, NodeBytes, Problem, ProblemNode, ProblemValue, VersionBytes
+from autopar.ir.problem import INFINITY, Consumer, Problem, ProblemNode, ProblemValue
 from autopar.ir.strategy import Strategy, StrategyTable
-
-WORKING_SETS = 3
-"""How many of the largest ops get a memory moment of their own."""
-
-
-class Prices(Protocol):
-    """What the builder asks of the cost model, on one cluster and mesh. Metas are local, but for `reshard_us`."""
-
-    def op_us(
-        self, node: Node, strategy: Strategy, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...]
-    ) -> tuple[float, float]:
-        """(computation µs, communication inside the op µs)."""
-
-    def reshard_us(self, meta: TensorMeta, before: Layout, after: Layout, stays: bool = False) -> float:
-        """µs to convert a tensor of global `meta`, which `stays` anyway or goes; inf if impossible."""
-
-    def steps_us(self, meta: TensorMeta, before: Layout, after: Layout, stays: bool = False) -> list[float]:
-        """`reshard_us` by step."""
-
-    def copy_us(self, nbytes: int) -> float:
-        """µs to copy so many bytes on the device."""
-
-    @property
-    def updates_at_once(self) -> bool:
-        """True if the optimizer updates all parameters together, not one after the other."""
-
-    def optimizer_us(self, numel: int, dtype: str, state_bytes_per_parameter: int) -> float:
-        """µs to update `numel` parameters."""
-
-    def is_view(self, node: Node) -> bool:
-        """True if the op's output shares its first input's storage."""
-
-
-@dataclass(frozen=True, slots=True)
-class WholeBytes:
-    """Bytes of all instances on a mesh, before they are cut into stages: what the moments are made of.
-
-    `resident`: (node, slot whose bytes they are, bytes per strategy); `working`: (slot, bytes per strategy); `saved`:
-    versions that wait for the backward of one micro-batch.
-    """
-
-    resident: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
-    saved: tuple[VersionBytes, ...] = ()
-    working: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 class When(Enum):
@@ -110,58 +61,16 @@ class Priced:
     problem: Problem
     wiring: Wiring
     mesh: Mesh
-    options: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...]
+    options: Choices
     compute_us: tuple[tuple[float, ...], ...]
     layouts: tuple[tuple[Layout | None, ...], ...]
     wires: tuple[int | None, ...]
-    later: tuple[LaterNode, ...] = ()
-    held: tuple[HeldNode, ...] = ()
-    when: tuple[When, ...] = ()
-    lasting: frozenset[int] = frozenset()
-    load: Load = WHOLE
-    whole_bytes: WholeBytes = WholeBytes()
-
-
-@dataclass(frozen=True, slots=True)
-class _Context:
-    captured: CapturedGraph
-    table: StrategyTable
-    prices: Prices
-    options: Options
-    metas: Mapping[str, Mapping[str, TensorMeta]]
-    pieces: dict[tuple[TensorMeta, Layout], TensorMeta]
-    load: Load
-    mesh: Mesh
-    ends: Ends
+    later: tuple[LaterNode, ...]
+    held: tuple[HeldNode, ...]
+    when: tuple[When, ...]
     lasting: frozenset[int]
-    lasting_wires: frozenset[int]
-    once_prices: Prices
-    stays: frozenset[int]
-
-    def weight(self, slot: int) -> float:
-        """How often a step pays for an op, as `Load` weighs it."""
-        return self.load.once if slot in self.lasting else self.load.runs
-
-    def convert_us(self, index: int, wire: Wire, before: Layout, after: Layout, *, once: bool) -> float:
-        """A conversion of all instances. What micro-batches don't cut is priced on the devices' own mesh."""
-        lasts = index in self.lasting_wires or once
-        prices = self.once_prices if lasts else self.prices
-        price = prices.reshard_us(wire.meta, before, after, index in self.stays)
-        return price * wire.count * (self.load.once if once else self.load.runs)
-
-    def piece(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
-        """Local meta of the device with the largest piece."""
-        key = (meta, layout)
-        found = self.pieces.get(key)
-        if found is None:
-            found = self.pieces[key] = TensorMeta(
-                local_shape(meta.shape, layout, self.table.mesh, meta.units), meta.dtype
-            )
-        return found
-
-    def stored(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
-        """Local meta of a parameter: micro-batches don't cut it."""
-        return TensorMeta(local_shape(meta.shape, layout, self.mesh, meta.units), meta.dtype)
+    load: Load
+    whole_bytes: WholeBytes
 
 
 def build_problem(
@@ -186,7 +95,7 @@ def build_problem(
     """
     metas = {g.name: {name: v.meta for name, v in g.values().items()} for g in captured.graphs}
     lasting = lasting_slots(wiring) if load != WHOLE else frozenset[int]()
-    context = _Context(
+    context = Context(
         captured, table, prices, options, metas, {}, load, mesh or table.mesh, Ends.of(captured, wiring), lasting,
         lasting_wires(wiring, lasting) | frozenset(gradient_wires(wiring) if load != WHOLE else ()),
         once_prices or prices, frozenset(i for i, w in enumerate(wiring.wires) if stays(wiring, w)),
@@ -206,11 +115,11 @@ def build_problem(
         value, names = _value(index, wire, readers, asked, choices, context, waits=index in waiting)
         values.append(value)
         layouts.append(names)
-    saved = () if RECOMPUTE in options.allow else _kept(wiring, tuple(layouts), context)
-    whole = _whole(captured, wiring, choices, saved, held, context)
-    moments = _moments(captured, wiring, whole, part.choices, context, limit_bytes)
+    saved = () if RECOMPUTE in options.allow else kept_versions(wiring, tuple(layouts), context)
+    whole = whole_bytes(captured, wiring, choices, saved, held, context)
+    moments = moments_of(captured, wiring, whole, part.choices, context, limit_bytes)
     if moments and emitted:
-        moments = _to_the_end(wiring, choices, whole, moments, context)
+        moments = to_the_end(wiring, choices, whole, moments, context)
     problem = Problem(
         name=f"{captured.model_name} on {context.mesh}" + (f" ({load})" if load != WHOLE else ""),
         nodes=(*(node for node, _ in priced), *part.nodes, *held.nodes),
@@ -232,15 +141,13 @@ def build_problem(
     )  # fmt: skip
 
 
-def _when(index: int, wire: Wire, context: _Context) -> When:
+def _when(index: int, wire: Wire, context: Context) -> When:
     if index in context.lasting_wires:
         return When.ONCE
     return When.BACKWARD if wire.readers[0].phase is Phase.BACKWARD else When.FORWARD
 
 
-def _held(
-    wiring: Wiring, choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...], part: LaterPart, context: _Context
-) -> HeldPart:
+def _held(wiring: Wiring, choices: Choices, part: LaterPart, context: Context) -> HeldPart:
     """What stays for all micro-batches of a step."""
     wires = wiring.wires
     prices = HeldPrices(
@@ -256,9 +163,9 @@ def _held(
 
 def _later(
     wiring: Wiring,
-    choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...],
+    choices: Choices,
     priced: list[tuple[ProblemNode, tuple[float, ...]]],
-    context: _Context,
+    context: Context,
 ) -> LaterPart:
     """What is kept for the backward, or made again there."""
     wires = wiring.wires
@@ -280,7 +187,7 @@ def _later(
     return add_later(wiring, choices, late, prices, context.lasting_wires)
 
 
-def _options(slot: Slot, context: _Context) -> tuple[Strategy, ...] | tuple[Layout, ...]:
+def _options(slot: Slot, context: Context) -> tuple[Strategy, ...] | tuple[Layout, ...]:
     table = context.table
     try:
         match slot.kind:
@@ -307,7 +214,7 @@ def _shared_storage(slot: Slot, table: StrategyTable) -> tuple[Layout, ...]:
 
 
 def _node(
-    index: int, slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: _Context
+    index: int, slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: Context
 ) -> tuple[ProblemNode, tuple[float, ...]]:
     if slot.kind is SlotKind.OP:
         compute, inner = _op_costs(index, slot, picks, context)
@@ -320,7 +227,7 @@ def _node(
 
 
 def _op_costs(
-    index: int, slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: _Context
+    index: int, slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: Context
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     node = slot.node
     assert node is not None
@@ -341,13 +248,9 @@ def _op_costs(
     return tuple(compute), tuple(inner)
 
 
-def _trainable(slot: Slot, context: _Context) -> bool:
-    return any(p.requires_grad for p in context.captured.parameters if p.name in slot.parameters)
-
-
-def _update_costs(slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: _Context) -> tuple[float, ...]:
+def _update_costs(slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: Context) -> tuple[float, ...]:
     assert slot.meta is not None
-    if not _trainable(slot, context):
+    if not trainable(slot, context):
         return (0.0,) * len(picks)
     state = context.options.optimizer_bytes_per_parameter
     costs = []
@@ -372,8 +275,8 @@ def _value(
     wire: Wire,
     readers: list[Reader],
     asked: tuple[Asked, ...],
-    choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...],
-    context: _Context,
+    choices: Choices,
+    context: Context,
     *,
     waits: bool,
 ) -> tuple[ProblemValue, tuple[Layout | None, ...]]:
@@ -407,202 +310,3 @@ def _value(
         reshard_us=tuple(map(tuple, table)),
     )
     return value, names
-
-
-def _whole(
-    captured: CapturedGraph,
-    wiring: Wiring,
-    choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...],
-    saved: tuple[VersionBytes, ...],
-    held: HeldPart,
-    context: _Context,
-) -> WholeBytes:
-    """What the moments are made of; `saved`: what waits for the backward, where no choice says what does."""
-    storage = [i for i, s in enumerate(wiring.slots) if s.kind is SlotKind.STORAGE]
-    largest = sorted(
-        (-_whole_bytes(s.node, context, s.graph), i)
-        for i, s in enumerate(wiring.slots)
-        if s.kind is SlotKind.OP and s.node
-    )[:WORKING_SETS]
-    return WholeBytes(
-        resident=(
-            *((i, i, _state_bytes(i, choices[i], context, wiring).bytes) for i in storage),
-            *((c.node, c.slot, c.bytes) for c in held.choices),
-        ),
-        saved=saved,
-        working=tuple(
-            (i, tuple(working_bytes(wiring.slots[i], pick, context) for pick in choices[i])) for _, i in largest
-        ),
-    )
-
-
-def _moments(
-    captured: CapturedGraph,
-    wiring: Wiring,
-    whole: WholeBytes,
-    later: tuple[LaterNode, ...],
-    context: _Context,
-    limit_bytes: int,
-) -> tuple[Moment, ...]:
-    """The end of the forward on each stage whose memory is limited, with the working set of one of the largest ops."""
-    if limit_bytes <= 0 or math.isinf(limit_bytes):
-        return ()
-    found = []
-    for stage, where in context.ends.stages(context.load):
-        part = context.ends.part(context.load, stage)
-        held = [
-            NodeBytes(node=node, bytes=part.share(sizes, slot, waits=False)) for node, slot, sizes in whole.resident
-        ]
-        for kept in later:
-            if any(kept.kept_bytes) or any(kept.made_bytes):
-                sizes = part.share(kept.kept_bytes, kept.slot, waits=True)
-                made = kept.made_bytes if part.holds(kept.slot) else (0,) * len(sizes)
-                held.append(NodeBytes(node=kept.node, bytes=tuple(k + m for k, m in zip(sizes, made, strict=True))))
-        versions = tuple(
-            replace(v, bytes=part.share(v.bytes, wiring.wires[v.value].producer, waits=True)) for v in whole.saved
-        )
-        base = Moment(
-            name=f"end of forward{where}", limit_bytes=limit_bytes, fixed_bytes=fixed_bytes(captured, wiring),
-            nodes=tuple(held), versions=versions,
-        )  # fmt: skip
-        working = [(i, sizes) for i, sizes in whole.working if part.holds(i)]
-        found += [
-            replace(base, name=f"at {wiring.slots[i].name}{where}", nodes=(*held, NodeBytes(node=i, bytes=sizes)))
-            for i, sizes in working
-        ] or [base]
-    return tuple(found)
-
-
-def _to_the_end(
-    wiring: Wiring,
-    choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...],
-    whole: WholeBytes,
-    moments: tuple[Moment, ...],
-    context: _Context,
-) -> tuple[Moment, ...]:
-    """With what callers hold, and the optimizer's update after all the others."""
-    callers = _callers_bytes(wiring, choices, context)
-    last = replace(
-        moments[0], name="optimizer", versions=(),
-        nodes=_added([(node, sizes) for node, _, sizes in whole.resident] + _update_bytes(wiring, choices, context)),
-    )  # fmt: skip
-    return tuple(replace(m, nodes=(*m.nodes, *callers)) for m in (*moments, last))
-
-
-def _added(terms: list[tuple[int, tuple[int, ...]]]) -> tuple[NodeBytes, ...]:
-    """(node, bytes per strategy), nodes that come twice added up."""
-    found: dict[int, tuple[int, ...]] = {}
-    for node, sizes in terms:
-        found[node] = tuple(map(sum, zip(sizes, found.get(node, (0,) * len(sizes)), strict=True)))
-    return tuple(NodeBytes(node=node, bytes=sizes) for node, sizes in found.items())
-
-
-def _callers_bytes(
-    wiring: Wiring, choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...], context: _Context
-) -> tuple[NodeBytes, ...]:
-    """What the model is called with and gives back."""
-    top, kinds = context.captured.top, (InputKind.INPUT, InputKind.CONSTANT, InputKind.TANGENT)
-    names = {
-        SlotKind.INPUT: {i.value.name for i in top.inputs if i.kind in kinds},
-        SlotKind.OUTPUT: {str(i) for i, o in enumerate(top.outputs) if o.kind is OutputKind.OUTPUT},
-    }
-    found = []
-    for i, slot in enumerate(wiring.slots):
-        if slot.graph == "top" and slot.meta is not None and slot.name in names.get(slot.kind, ()):
-            pieces = (context.piece(slot.meta, pick) for pick in choices[i] if isinstance(pick, Layout))
-            found.append(NodeBytes(node=i, bytes=tuple(piece.nbytes for piece in pieces)))
-    return tuple(found)
-
-
-def _update_bytes(
-    wiring: Wiring, choices: tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...], context: _Context
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Copies that AdamW's update holds: of all that trains, or of the largest parameter."""
-    found = []
-    for i, slot in enumerate(wiring.slots):
-        if slot.kind is SlotKind.STORAGE and slot.meta is not None and _trainable(slot, context):
-            copies = slot.count if context.prices.updates_at_once else LOOP_COPIES
-            pieces = (context.stored(slot.meta, pick) for pick in choices[i] if isinstance(pick, Layout))
-            found.append((i, tuple(copies * piece.nbytes for piece in pieces)))
-    if context.prices.updates_at_once or not found:
-        return found
-    return [max(found, key=lambda update: max(update[1]))]
-
-
-def _kept(
-    wiring: Wiring, layouts: tuple[tuple[Layout | None, ...], ...], context: _Context
-) -> tuple[VersionBytes, ...]:
-    """All that the backward reads is kept, in the layouts that it is read in."""
-    saved = []
-    for i, wire in enumerate(wiring.wires):
-        late = saved_readers(wire, wiring, context.prices)
-        if late and i not in context.lasting_wires:
-            pieces = [context.piece(wire.meta, layout).nbytes if layout is not None else 0 for layout in layouts[i]]
-            saved.append(
-                VersionBytes(value=i, consumers=late, bytes=tuple(piece * wire.saved_count for piece in pieces))
-            )
-    return tuple(saved)
-
-
-def fixed_bytes(captured: CapturedGraph, wiring: Wiring) -> int:
-    """Bytes of buffers and of parameters that no op reads."""
-    unused = set(wiring.unused_parameters)
-    return sum(b.meta.nbytes for b in captured.buffers) + sum(
-        p.meta.nbytes for p in captured.parameters if p.name in unused
-    )
-
-
-def saved_readers(wire: Wire, wiring: Wiring, prices: Prices) -> tuple[int, ...]:
-    """Positions of the readers for which a forward tensor waits until the backward. Parameters wait anyway.
-
-    A view shares storage with what it was made from, which is counted where that waits too.
-    """
-    if wire.phase is not Phase.FORWARD or stays(wiring, wire):
-        return ()
-    return tuple(i for i, r in enumerate(wire.readers) if _waits(r, wiring, prices))
-
-
-def _waits(reader: Reader, wiring: Wiring, prices: Prices) -> bool:
-    return reader.phase is Phase.BACKWARD and wiring.slots[reader.slot].kind is SlotKind.OP
-
-
-def _state_bytes(
-    index: int, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: _Context, wiring: Wiring
-) -> NodeBytes:
-    slot = wiring.slots[index]
-    assert slot.meta is not None
-    weight, gradient, state = state_bytes_per_parameter(slot, context.captured, context.options)
-    per = (weight, 0 if context.lasting else gradient, state)  # a sum of gradients has a node of its own
-    sizes = []
-    for pick in picks:
-        assert isinstance(pick, Layout)
-        sizes.append(sum(per) * context.stored(slot.meta, pick).numel * slot.count)
-    return NodeBytes(node=index, bytes=tuple(sizes))
-
-
-def state_bytes_per_parameter(slot: Slot, captured: CapturedGraph, options: Options) -> tuple[int, int, int]:
-    """(weight, gradient, optimizer) bytes of one element of a storage slot."""
-    assert slot.meta is not None
-    item = slot.meta.nbytes // max(1, slot.meta.numel) if slot.meta.numel else 0
-    trains = any(p.requires_grad for p in captured.parameters if p.name in slot.parameters)
-    return (item, item, options.optimizer_bytes_per_parameter) if trains else (item, 0, 0)
-
-
-def _whole_bytes(node: Node | None, context: _Context, graph: str) -> int:
-    assert node is not None
-    metas = context.metas[graph]
-    return sum(metas[r].nbytes for r in dict.fromkeys(node.refs)) + sum(o.meta.nbytes for o in node.outputs if o)
-
-
-def working_bytes(slot: Slot, pick: Strategy | Layout, context: _Context) -> int:
-    """Local bytes of the op's tensors."""
-    assert slot.node is not None and isinstance(pick, Strategy)
-    metas = context.metas[slot.graph]
-    ins = {(ref, layout) for ref, layout in zip(slot.node.refs, pick.inputs, strict=True)}
-    read = sum(context.piece(metas[ref], layout).nbytes for ref, layout in ins)
-    made = sum(
-        context.piece(o.meta, layout).nbytes
-        for o, layout in zip(slot.node.outputs, pick.outputs, strict=True)
-        if o is not None and layout is not None
-    )
-    return read + made

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from autopar.cost_model.build import Prices
+from autopar.cost_model.context import Prices
 from autopar.ir.plan import Plan, PlanPrediction, PlanReshard
 from autopar.ir.program import Convert, Keep, Program
 

@@ -8,13 +8,14 @@ may stand beside each other if what passes between the parts has the same layout
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost_model.build import Priced, When
 from autopar.cost_model.ends import BLOCKS, FIRST, LAST, Ends
 from autopar.cost_model.later import Mode
+from autopar.cost_model.moments import fixed_bytes
 from autopar.cost_model.wiring import SlotKind, Wire
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph, Phase
@@ -26,23 +27,33 @@ from autopar.ir.stages import Column, Run, Stage, StageProblem, in_flight
 Choice = tuple[int, ...]
 
 
-@dataclass
-class _Part:
-    """Sums over all instances."""
+COMPUTE, COMMUNICATION, RECOMPUTE, UPDATE, JOINING = (
+    "compute", "communication", "recompute", "optimizer", "gradients and weights"
+)  # fmt: skip
+"""Kinds of time; `JOINING`: of what is made, and joined over ranks, once a step."""
 
-    us: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
-    finish_us: float = 0.0
-    resident: int = 0
+
+@dataclass
+class Amounts:
+    """What one part of the model costs, all its instances together.
+
+    `us`: by when and what; bytes are `resident` by kind, `saved` of one micro-batch, and of one instance at a time
+    `working` and `remade`.
+    """
+
+    us: defaultdict[tuple[When, str], float] = field(default_factory=lambda: defaultdict(float))
+    resident: Counter[str] = field(default_factory=Counter)
     saved: int = 0
     working: int = 0
     remade: int = 0
 
     def column(self, name: str, count: int) -> Column:
-        """Of one instance."""
+        """Of one of so many instances."""
+        us = {when: sum(us for (then, _), us in self.us.items() if then is when) / count for when in When}
         return Column(
-            name=name, forward_us=self.us[Phase.FORWARD] / count, backward_us=self.us[Phase.BACKWARD] / count,
-            saved_bytes=-(-self.saved // count), resident_bytes=-(-self.resident // count),
-            transient_bytes=self.working + self.remade, finish_us=self.finish_us / count,
+            name=name, forward_us=us[When.FORWARD], backward_us=us[When.BACKWARD], finish_us=us[When.ONCE],
+            saved_bytes=-(-self.saved // count), resident_bytes=-(-self.resident.total() // count),
+            transient_bytes=self.working + self.remade,
         )  # fmt: skip
 
 
@@ -73,13 +84,20 @@ class Parts:
             return graph
         return self.homes[wire.producer][0]
 
-    def columns(self, choice: Choice, name: str) -> dict[str, Column]:
+    def amounts(self, choice: Choice) -> dict[str, Amounts]:
         """What each part costs under a choice."""
-        found = {part: _Part() for part in (FIRST, LAST, *(b.key for b in self.captured.blocks))}
+        found = {part: Amounts() for part in (FIRST, LAST, *(b.key for b in self.captured.blocks))}
         _add_times(self, choice, found)
         _add_bytes(self, choice, found)
-        counts = {b.key: len(b.instances) for b in self.captured.blocks}
-        return {part: sums.column(name, counts.get(part, 1)) for part, sums in found.items()}
+        return found
+
+    def columns(self, choice: Choice, name: str) -> dict[str, Column]:
+        """The same of one instance of each."""
+        return {part: sums.column(name, self.instances(part)) for part, sums in self.amounts(choice).items()}
+
+    def instances(self, part: str) -> int:
+        """How many of a part the model has."""
+        return next((len(b.instances) for b in self.captured.blocks if b.key == part), 1)
 
     def boundary(self, choice: Choice) -> tuple[int, ...]:
         """What a choice says about tensors that pass from part to part, and about parameters that several hold."""
@@ -110,7 +128,7 @@ def stage_problem(
     )
     schedule = "interleaved" if chunks > 1 else "1f1b"
     flying = in_flight(schedule, stages=load.stages, micro_batches=load.micro_batches, chunks=chunks)
-    fixed = sum(b.meta.nbytes for b in parts.captured.buffers)
+    fixed = fixed_bytes(parts.captured, parts.priced.wiring)
     places = _devices(cluster, load.stages, limit_bytes)
     return StageProblem(
         name=parts.priced.problem.name,
@@ -187,40 +205,38 @@ def _homes(captured: CapturedGraph, priced: Priced) -> tuple[tuple[str, ...], ..
     return tuple(found)
 
 
-def _add_times(parts: Parts, choice: Choice, found: dict[str, _Part]) -> None:
+def _add_times(parts: Parts, choice: Choice, found: dict[str, Amounts]) -> None:
     priced, homes = parts.priced, parts.homes
     load, wiring = priced.load, priced.wiring
     for i, slot in enumerate(wiring.slots):
         cost = priced.problem.nodes[i].cost_us[choice[i]]
         if slot.kind is SlotKind.STORAGE:
             for part in homes[i]:
-                found[part].finish_us += cost / load.once
+                found[part].us[When.ONCE, UPDATE] += cost / load.once
         elif i in priced.lasting:
-            found[homes[i][0]].finish_us += cost / load.once
+            found[homes[i][0]].us[When.ONCE, JOINING] += cost / load.once
         elif slot.node is not None:
-            found[homes[i][0]].us[slot.node.phase] += cost / load.runs
+            when, work = When(slot.node.phase.value), priced.compute_us[i][choice[i]]
+            found[homes[i][0]].us[when, COMPUTE] += work / load.runs
+            found[homes[i][0]].us[when, COMMUNICATION] += (cost - work) / load.runs
     for chosen in priced.later:
         cost = priced.problem.nodes[chosen.node].cost_us[choice[chosen.node]]
-        found[homes[chosen.slot][0]].us[Phase.BACKWARD] += cost / load.runs
+        found[homes[chosen.slot][0]].us[When.BACKWARD, RECOMPUTE] += cost / load.runs
     for number, index in enumerate(priced.wires):
         if index is None:
             continue
-        value = priced.problem.values[number]
+        value, when = priced.problem.values[number], priced.when[number]
         cost = sum(value.reshard_us[p][q] for p, q in conversions(value, choice))
-        part_of = found[parts.home_of_wire(wiring.wires[index])]
-        when = priced.when[number]
-        if when is When.ONCE:
-            part_of.finish_us += cost / load.once
-        else:
-            part_of.us[Phase(when.value)] += cost / load.runs
+        what, times = (JOINING, load.once) if when is When.ONCE else (COMMUNICATION, load.runs)
+        found[parts.home_of_wire(wiring.wires[index])].us[when, what] += cost / times
 
 
-def _add_bytes(parts: Parts, choice: Choice, found: dict[str, _Part]) -> None:
+def _add_bytes(parts: Parts, choice: Choice, found: dict[str, Amounts]) -> None:
     """Resident, saved and working bytes, as the problem's moments sum them before they are cut into stages."""
     priced, homes = parts.priced, parts.homes
-    for node, slot, sizes in priced.whole_bytes.resident:
-        for part in homes[slot]:
-            found[part].resident += sizes[choice[node]]
+    for held in priced.whole_bytes.resident:
+        for part in homes[held.slot]:
+            found[part].resident[held.kind] += held.bytes[choice[held.node]]
     for chosen in priced.later:
         at = choice[chosen.node]
         if chosen.wire is None:
@@ -234,11 +250,9 @@ def _add_bytes(parts: Parts, choice: Choice, found: dict[str, _Part]) -> None:
         value = priced.problem.values[version.value]
         wanted = {value.consumers[k].wants[choice[value.consumers[k].node]] for k in version.consumers}
         found[homes[value.producer][0]].saved += sum(version.bytes[q] for q in wanted)
-    working: Counter[str] = Counter()
     for node, sizes in priced.whole_bytes.working:
-        working[homes[node][0]] = max(working[homes[node][0]], sizes[choice[node]])
-    for part, size in working.items():
-        found[part].working = size
+        part_of = found[homes[node][0]]
+        part_of.working = max(part_of.working, sizes[choice[node]])
 
 
 def _boundary_us(parts: Parts, choice: Choice, cluster: ClusterSpec, pieces: Mesh) -> float:

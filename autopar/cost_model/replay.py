@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from autopar import ops
-from autopar.cost_model.build import Prices
 from autopar.cost_model.collectives import step_bytes
+from autopar.cost_model.context import Prices
 from autopar.cost_model.op_kind import op_kind
 from autopar.errors import PlanError
 from autopar.ir.graph import CapturedGraph, Node, Phase, TensorMeta

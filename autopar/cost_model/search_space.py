@@ -13,6 +13,8 @@ from autopar.ir.options import DEGREE_NAMES, Options
 
 ORDER = ("dp", "cp", "free", "tp")
 """Mesh axes, slowest first: the heaviest traffic (tp) between neighbours, who have the fastest links."""
+DEGREES = (*ORDER, "pp")
+"""What a pin may give a size to: the axes, and the number of pipeline stages."""
 SEARCHED = frozenset({"dp", "tp"})
 """Axes that take any size unless told otherwise; the others have size 1 unless pinned or in `search_space`."""
 
@@ -25,7 +27,10 @@ def mesh_candidates(cluster: ClusterSpec, options: Options) -> tuple[Mesh, ...]:
     another pin, the search space or the device count.
     """
     pins = axis_pins(options)
-    allowed = _allowed(options)
+    if (stages := pins.pop("pp", 1)) != 1:
+        raise UserError(_no_axis("pp", stages))
+    allowed = allowed_degrees(options)
+    allowed.pop("pp", None)
     _check_pins(pins, allowed, cluster)
     choices = tuple(_choices(axis, pins, allowed, cluster.devices) for axis in ORDER)
     orders = (ORDER,) if _neighbours_are_fastest(cluster) else tuple(permutations(ORDER))
@@ -37,17 +42,21 @@ def mesh_candidates(cluster: ClusterSpec, options: Options) -> tuple[Mesh, ...]:
 
 
 def axis_pins(options: Options) -> dict[str, int]:
-    """Pinned mesh axis sizes. Raises UserError for a size below 1, not whole, or of an axis that does not exist."""
+    """Pinned sizes of `DEGREES`. Raises UserError for a size below 1, not whole, or of an axis that does not exist."""
     found: dict[str, int] = {}
     for name, value in options.pins.items():
-        if name not in ORDER and not _looks_like_size(name, value):
+        if name not in DEGREES and not _looks_like_size(name, value):
             continue
         size = _size(name, value)
-        if name in ORDER:
+        if name in DEGREES:
             found[name] = size
-        elif name != "pp" or size != 1:
-            raise UserError(f"pin {name}={value}: there is no mesh axis {name!r}; wanted one of {', '.join(ORDER)}")
+        else:
+            raise UserError(_no_axis(name, value))
     return found
+
+
+def _no_axis(name: str, value: str | int) -> str:
+    return f"pin {name}={value}: there is no mesh axis {name!r}; wanted one of {', '.join(ORDER)}"
 
 
 def _looks_like_size(name: str, value: str | int) -> bool:
@@ -65,15 +74,14 @@ def _size(name: str, value: str | int) -> int:
     return size
 
 
-def _allowed(options: Options) -> dict[str, tuple[int, ...]]:
-    """Sizes by axis that the search space allows; axes that it does not mention are absent."""
+def allowed_degrees(options: Options) -> dict[str, tuple[int, ...]]:
+    """Sizes of `DEGREES` that the search space allows; those that it does not mention are absent."""
     found: dict[str, tuple[int, ...]] = {}
     for name, sizes in options.search_space.items():
         wrong = [s for s in sizes if isinstance(s, bool) or not isinstance(s, int) or s < 1]
         if wrong or not sizes:
             raise UserError(f"search_space {name}={list(sizes)}: wanted whole numbers of 1 or more")
         found[DEGREE_NAMES[name]] = tuple(sorted(set(sizes)))
-    found.pop("pp", None)  # whoever looks at one stage after another asks with what is left
     return found
 
 
@@ -107,10 +115,11 @@ def _choices(
         return (pins[axis],)
     if axis in allowed:
         return allowed[axis]
-    return _divisors(devices) if axis in SEARCHED else (1,)
+    return divisors(devices) if axis in SEARCHED else (1,)
 
 
-def _divisors(n: int) -> tuple[int, ...]:
+def divisors(n: int) -> tuple[int, ...]:
+    """All of them, smallest first."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return tuple(sorted({*small, *(n // d for d in small)}))
 
@@ -133,29 +142,18 @@ def _neighbours_are_fastest(cluster: ClusterSpec) -> bool:
     return all(inside >= outside for inside, outside in pairwise(rates))
 
 
-def _mesh(order: tuple[str, ...], sizes: Mapping[str, int], cluster: ClusterSpec) -> Mesh:
+def stage_mesh(data: int, tensor: int, cluster: ClusterSpec) -> Mesh:
+    """The mesh of one pipeline stage: `dp`, which micro-batches cut too, always; `tp` where it is longer than 1."""
+    return _mesh(("dp", "tp"), {"dp": data, "tp": tensor}, cluster, always="dp")
+
+
+def _mesh(order: tuple[str, ...], sizes: Mapping[str, int], cluster: ClusterSpec, always: str = "") -> Mesh:
     axes = []
     for i, name in enumerate(order):
-        if sizes[name] > 1:
+        if sizes[name] > 1 or name == always:
             stride = math.prod(sizes[inner] for inner in order[i + 1 :])
             axes.append(Axis(name=name, size=sizes[name], level=cluster.level_of(sizes[name], stride)))
     return Mesh(axes=tuple(axes))
-
-
-def stage_mesh(sizes: Mapping[str, int], cluster: ClusterSpec) -> Mesh:
-    """The mesh of one pipeline stage: `dp` always, the other axes where they are longer than 1."""
-    axes = []
-    for i, name in enumerate(ORDER):
-        size = sizes.get(name, 1)
-        if size > 1 or name == "dp":
-            stride = math.prod(sizes.get(n, 1) for n in ORDER[i + 1 :])
-            axes.append(Axis(name=name, size=size, level=cluster.level_of(size, stride)))
-    return Mesh(axes=tuple(axes))
-
-
-def divisors(n: int) -> tuple[int, ...]:
-    """All of them, smallest first."""
-    return _divisors(n)
 
 
 def _promise(mesh: Mesh) -> tuple[int, ...]:

@@ -9,14 +9,14 @@ from functools import cached_property
 
 import msgspec
 
-from autopar.cost_model.answer import FLOPS_DTYPE, Written, parameters_of, tokens, whole_plan, written
-from autopar.cost_model.build import Priced, Prices, When, state_bytes_per_parameter
+from autopar.cost_model.answer import FLOPS_DTYPE, Written, common_path, parameters_of, tokens, whole_plan, written
+from autopar.cost_model.build import Priced, When
+from autopar.cost_model.context import Prices
 from autopar.cost_model.ends import FIRST, LAST
 from autopar.cost_model.later import Mode
-from autopar.cost_model.pipeline import Choice, Parts
+from autopar.cost_model.pipeline import Amounts, Choice, Parts
 from autopar.cost_model.wiring import SlotKind
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.graph import CapturedGraph
 from autopar.ir.layout import Kind
 from autopar.ir.options import Options
 from autopar.ir.plan import (
@@ -27,13 +27,10 @@ from autopar.ir.plan import (
     PlanSolver,
     PlanStage,
 )
-from autopar.ir.problem import conversions
 from autopar.ir.stages import Assignment, StageEvaluation, StageProblem, even_split
 from autopar.ir.strategy import Note
 
 NOT_RUN = "this version finds and prices plans with stages or micro-batches, and does not run them"
-ONCE = ("optimizer", "gradients and weights")
-"""Kinds of time that a step spends once, not by micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -63,26 +60,27 @@ class Cut:
         return dict(found)
 
     @cached_property
+    def amounts(self) -> dict[int, dict[str, Amounts]]:
+        """Of each choice that is used, what every part costs under it."""
+        return {k: self.parts.amounts(self.choices[k]) for k in sorted({k for _, k in self.uses})}
+
+    @cached_property
     def names(self) -> dict[tuple[str, int], str]:
         """(part, choice) -> how the plan calls that way to run the part's graph: the most used has the graph's name."""
-        ways: dict[str, dict[int, int]] = {}
+        ways: defaultdict[str, Counter[int]] = defaultdict(Counter)
         for (part, k), n in self.uses.items():
-            ways.setdefault(self.graph(part), {}).setdefault(k, 0)
             ways[self.graph(part)][k] += n
-        order = {graph: [k for k, _ in sorted(found.items(), key=_most_used)] for graph, found in ways.items()}
-        return {
-            (part, k): graph + (f"#{at}" if (at := order[graph].index(k)) else "")
-            for part, k in self.uses
-            for graph in (self.graph(part),)
-        }
+        order = {g: sorted(sorted(ks), key=ks.__getitem__, reverse=True) for g, ks in ways.items()}
+        found = {}
+        for part, k in self.uses:
+            graph = self.graph(part)
+            at = order[graph].index(k)
+            found[part, k] = f"{graph}#{at}" if at else graph
+        return found
 
     def graph(self, part: str) -> str:
         """The graph that a part is of."""
         return self.parts.captured.top.name if part in (FIRST, LAST) else part
-
-
-def _most_used(way: tuple[int, int]) -> tuple[int, int]:
-    return -way[1], way[0]
 
 
 def staged_plan(
@@ -114,23 +112,20 @@ def _schedule(problem: StageProblem) -> str:
 
 def _said(cut: Cut, prices: Prices) -> Written:
     """Layouts of every way to run each graph. Conversions are those of the instances that run so."""
-    captured = cut.parts.captured
-    whole = {k: written(captured, cut.parts.priced, cut.choices[k], prices) for k in {k for _, k in cut.uses}}
-    instances = {b.key: len(b.instances) for b in captured.blocks}
+    whole = {k: written(cut.parts.captured, cut.parts.priced, cut.choices[k], prices) for k in cut.amounts}
     said = Written(strategies={}, inputs={}, outputs={}, conversions=[], later={})
     for (part, k), name in cut.names.items():
-        graph = cut.graph(part)
+        graph, own = cut.graph(part), whole[k]
         if name in said.strategies:
             continue
-        for table, own in (
-            (said.strategies, whole[k].strategies), (said.inputs, whole[k].inputs), (said.outputs, whole[k].outputs),
-            (said.later, whole[k].later),
-        ):  # fmt: skip
-            if graph in own:
-                table[name] = own[graph]  # type: ignore[index, assignment]
+        said.strategies[name] = own.strategies[graph]
+        said.inputs[name] = own.inputs[graph]
+        said.outputs[name] = own.outputs[graph]
+        if graph in own.later:
+            said.later[name] = own.later[graph]
         said.conversions.extend(
-            msgspec.structs.replace(c, graph=name, count=c.count // instances.get(graph, 1) * cut.uses[part, k])
-            for c in whole[k].conversions
+            msgspec.structs.replace(c, graph=name, count=c.count // cut.parts.instances(part) * cut.uses[part, k])
+            for c in own.conversions
             if c.graph == graph
         )
     return said
@@ -139,7 +134,7 @@ def _said(cut: Cut, prices: Prices) -> Written:
 def _stage(cut: Cut, stage: int) -> PlanStage:
     captured = cut.parts.captured
     devices = max(1, cut.parts.priced.mesh.size)
-    paths = {b.key: _shared(b.instances) for b in captured.blocks}
+    paths = {b.key: common_path(b.instances) for b in captured.blocks}
     blocks: Counter[str] = Counter()
     columns: Counter[str] = Counter()
     kept = again = 0
@@ -154,16 +149,6 @@ def _stage(cut: Cut, stage: int) -> PlanStage:
         peak_memory_bytes=cut.evaluation.used_bytes[stage], saved_count=kept, recomputed_count=again,
         columns=dict(columns), busy_us=cut.evaluation.busy_us[stage],
     )  # fmt: skip
-
-
-def _shared(paths: tuple[str, ...]) -> str:
-    """ "model.layers" of "model.layers.0", "model.layers.1"."""
-    shared = []
-    for names in zip(*(p.split(".") for p in paths), strict=False):
-        if len(set(names)) > 1:
-            break
-        shared.append(names[0])
-    return ".".join(shared) or paths[0]
 
 
 def _modes(cut: Cut, part: str, choice: Choice) -> Counter[Mode]:
@@ -233,12 +218,12 @@ def _predicted(cut: Cut, cluster: ClusterSpec, options: Options, model_flops: fl
     fullest = max(range(len(problem.stages)), key=lambda s: evaluation.used_bytes[s])
     spent: defaultdict[str, float] = defaultdict(float)
     for part, k, n in cut.held(slowest):
-        for kind, us in _times(cut, part, cut.choices[k]).items():
-            times = 1 if kind in ONCE else problem.micro_batches
-            spent[kind] += us * n * times * problem.stages[slowest].speed
+        for (when, kind), us in cut.amounts[k][part].us.items():
+            times = 1 if when is When.ONCE else problem.micro_batches
+            spent[kind] += us * n / cut.parts.instances(part) * times * problem.stages[slowest].speed
     spent["between stages"] = problem.micro_batches * problem.exposed_us(slowest)
     spent["bubble"] = max(0.0, step - sum(spent.values()))
-    memory = _memory(cut, fullest, options)
+    memory = _memory(cut, fullest)
     peak = sum(g.count * g.device.peak_flops.get(FLOPS_DTYPE[options.precision], 0.0) for g in cluster.groups)
     available = peak * step / 1e6
     return PlanPrediction(
@@ -253,69 +238,15 @@ def _predicted(cut: Cut, cluster: ClusterSpec, options: Options, model_flops: fl
     )
 
 
-def _times(cut: Cut, part: str, choice: Choice) -> dict[str, float]:
-    """µs of one instance: by micro-batch, and `ONCE` a step."""
-    priced, homes, load = cut.parts.priced, cut.parts.homes, cut.parts.priced.load
-    found: defaultdict[str, float] = defaultdict(float)
-    count = _instances(cut.parts.captured, part)
-    for i, slot in enumerate(priced.wiring.slots):
-        here = part in homes[i] if slot.kind is SlotKind.STORAGE else part == homes[i][0]
-        cost = priced.problem.nodes[i].cost_us[choice[i]] if here else 0.0
-        if slot.kind is SlotKind.STORAGE:
-            found["optimizer"] += cost / load.once
-        elif i in priced.lasting:
-            found["gradients and weights"] += cost / load.once
-        elif cost:
-            compute = priced.compute_us[i][choice[i]]
-            found["compute"] += compute / load.runs
-            found["communication"] += (cost - compute) / load.runs
-    for chosen in priced.later:
-        if part == homes[chosen.slot][0]:
-            found["recompute"] += priced.problem.nodes[chosen.node].cost_us[choice[chosen.node]] / load.runs
-    for number, index in enumerate(priced.wires):
-        if index is None or cut.parts.home_of_wire(priced.wiring.wires[index]) != part:
-            continue
-        value = priced.problem.values[number]
-        cost = sum(value.reshard_us[p][q] for p, q in conversions(value, choice))
-        if priced.when[number] is When.ONCE:
-            found["gradients and weights"] += cost / load.once
-        else:
-            found["communication"] += cost / load.runs
-    return {kind: us / count for kind, us in found.items()}
-
-
-def _instances(captured: CapturedGraph, part: str) -> int:
-    return next((len(b.instances) for b in captured.blocks if b.key == part), 1)
-
-
-def _memory(cut: Cut, stage: int, options: Options) -> dict[str, int]:
+def _memory(cut: Cut, stage: int) -> dict[str, int]:
     """Bytes of one stage by kind."""
     found: Counter[str] = Counter(buffers=cut.problem.stages[stage].fixed_bytes)
+    saved = 0
     for part, k, n in cut.held(stage):
-        resident = _resident(cut, part, cut.choices[k], options)
-        for kind, size in resident.items():
-            found[kind] += size * n // _instances(cut.parts.captured, part)
-    held = {(run.name, int(c.name)): c for run in cut.problem.runs for c in run.columns}
-    flying = cut.problem.stages[stage].in_flight
-    found["activations"] = int(flying * sum(n * held[part, k].saved_bytes for part, k, n in cut.held(stage)))
+        amounts, of = cut.amounts[k][part], cut.parts.instances(part)
+        for kind, size in amounts.resident.items():
+            found[kind] += size * n // of
+        saved += n * -(-amounts.saved // of)
+    found["activations"] = int(cut.problem.stages[stage].in_flight * saved)
     found["working set"] = max(0, cut.evaluation.used_bytes[stage] - sum(found.values()))
     return dict(found)
-
-
-def _resident(cut: Cut, part: str, choice: Choice, options: Options) -> Counter[str]:
-    """Bytes of all instances of a part that are there all through the step."""
-    priced = cut.parts.priced
-    held = {h.node: h for h in priced.held}
-    found: Counter[str] = Counter()
-    for node, slot, sizes in priced.whole_bytes.resident:
-        if part not in cut.parts.homes[slot]:
-            continue
-        size = sizes[choice[node]]
-        if node in held:
-            found["gradients" if held[node].gradient else "weights as read"] += size
-            continue
-        weight, gradient, state = state_bytes_per_parameter(priced.wiring.slots[slot], cut.parts.captured, options)
-        gradient = 0 if priced.held else gradient
-        for kind, each in (("parameters", weight), ("gradients", gradient), ("optimizer", state)):
-            found[kind] += size * each // max(1, weight + gradient + state)
-    return found

@@ -32,11 +32,6 @@ class Load:
         """What a step pays of what is done once: gradients joined over ranks, the optimizer."""
         return 1 / self.stages
 
-    @property
-    def in_flight(self) -> int:
-        """Micro-batches whose tensors the first stage keeps at most (1F1B)."""
-        return min(self.stages, self.micro_batches)
-
     def __str__(self) -> str:
         parts = [f"pp={self.stages}"] if self.stages > 1 else []
         parts += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []

@@ -209,6 +209,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError(f"plan {path}: cannot be read ({error.strerror})") from None
 
 
+def refuse_stages(plan: Plan, does: str) -> None:
+    """PlanError for a plan with pipeline stages or micro-batches. `does`: what this version can't do with one."""
+    if plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1:
+        raise PlanError(
+            f"the plan for {plan.model.name} has {plan.mesh.pipeline} stages and {plan.schedule.micro_batches} "
+            f"micro-batches: this version {does} plans of one stage and one micro-batch; search without stages"
+        )
+
+
 def mesh_of(plan: Plan) -> Mesh:
     """The mesh that a plan names."""
     return Mesh(axes=tuple(Axis(name=n, size=s, level=plan.mesh.levels.get(n, 0)) for n, s in plan.mesh.axes.items()))
