@@ -21,6 +21,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console, Group, RenderableType
 
 from autopar.errors import AutoparError, CompilerError, PlanError, UserError
+from autopar.ir.options import Options
 from autopar.present import arguments
 from autopar.present.progress import working
 
@@ -83,13 +84,18 @@ class Wishes:
         arguments.check_positive("--time-limit", self.time_limit)
         arguments.check_positive("--micro-batches", self.micro_batches)
         arguments.check_part("--gap", self.gap)
-        return {
+        asked: dict[str, Any] = {
             "objective": self.objective, "memory_limit": arguments.parse_bytes("--memory-limit", self.memory_limit),
             "pins": arguments.parse_pins(self.pin or ()), "search_space": arguments.parse_space(self.space or ()),
             "stages": self.stages, "micro_batches": self.micro_batches, "gap": self.gap,
             "time_limit_s": self.time_limit, "strict": self.strict,
             "dump_dir": str(self.dump_dir) if self.dump_dir else None,
         }  # fmt: skip
+        try:
+            Options(**asked)
+        except ValueError as error:  # what options say of each other
+            raise UserError(str(error)) from None
+        return asked
 
 
 @app.command
@@ -121,7 +127,6 @@ def search(
         progress("import torch", 0.0)
         from autopar import api
         from autopar.catalogue.source import load_model
-        from autopar.ir.options import Options
         from autopar.ir.plan import PlanRequest
 
         progress(f"build {model}", 0.0)
@@ -434,7 +439,6 @@ def verify(
         progress("import torch", 0.0)
         from autopar import api
         from autopar.catalogue.source import load_model
-        from autopar.ir.options import Options
 
         if plan is not None:
             arguments.check_affordable(plan)

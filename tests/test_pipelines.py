@@ -31,6 +31,7 @@ from autopar.solver.priced import Relaxation
 from tests.solver.problems import random_problem
 
 LAYERS = 6
+BOTH = {"transformer.h.*.mlp.c_fc.weight": "dp:S(0) tp:S(0)"}
 
 
 @lru_cache(maxsize=1)
@@ -263,6 +264,8 @@ def test_a_stage_of_faster_devices_holds_more():
         ({"micro_batches": 7}, ["7 micro-batches", "24 rows"]),
         ({"search_space": {"pipeline": (8,)}}, ["pipeline in [8]"]),
         ({"pins": {"pp": 2, "tp": 4}}, ["pp=2", "tp=4"]),
+        ({"pins": {"cp": 2}}, ["axis cp"]),
+        ({"pins": {"dp": 2, "tp": 2, **BOTH}}, ["c_fc.weight", "can't cut"]),
     ],
 )
 def test_what_cannot_be_is_said(options, words):
@@ -285,6 +288,38 @@ def test_pins_and_space_are_kept_to(name):
         assert name != "space" or trial.load.stages == 3
         assert name != "micro" or trial.load.micro_batches == 4
         assert trial.rows * trial.load.micro_batches * data == 24
+
+
+def test_trials_that_cannot_hold_a_layout_are_left_out():
+    """A dim isn't cut over two axes, so one of them has no ranks."""
+    found = best_of(task_of(4, pins=BOTH, micro_batches=3), quiet)
+    assert found.best is not None and len(found.best.trial.mesh.axes) == 1
+    assert {(t.tensor, t.load.stages) for t in found.trials} > {(2, 1)}
+
+
+def test_storage_cut_over_data_is_kept_to():
+    plan = pipelines.staged(task_of(4, pins={"pp": 2, "dp": 2, "zero": 3}, micro_batches=3), quiet)
+    assert all("dp:S" in plan.parameters[f"transformer.h.{i}.mlp.c_fc.weight"].layout for i in range(LAYERS))
+
+
+def test_time_and_gap_are_kept_to():
+    """No time: one line. A wide gap: no more solved, and the plan is within it."""
+    with pytest.raises(InfeasibleError, match="--time-limit"):
+        pipelines.staged(task_of(4, time_limit_s=1e-9), quiet)
+    exact, wide = best_of(task_of(4), quiet), best_of(task_of(4, gap=0.9), quiet)
+    assert wide.solved <= exact.solved
+    assert wide.best is not None and wide.best.step_us * (1 - 0.9) <= wide.bound_us <= wide.best.step_us
+
+
+def test_an_objective_that_stages_lack_is_one_line(capsys):
+    from autopar.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["search", "gpt2-tiny", "-c", "dgx-h100:1", "--stages", "--objective", "memory"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.strip().splitlines() == [
+        "autopar: objective 'memory' with stages or micro-batches: this version knows time only"
+    ]
 
 
 def test_too_little_memory_says_what_would_do():
