@@ -193,15 +193,15 @@ def test_a_search_that_time_ended_does_not_say_that_nothing_fits(monkeypatch: py
     stopped = Solution(
         status=Status.TIME_LIMIT, choice=(), objective_us=math.inf, bound_us=0.0, time_s=2.0, solver="none"
     )
-    monkeypatch.setattr(api, "solve_mesh", lambda *_, **__: stopped)
+    monkeypatch.setattr(meshes, "solve_mesh", lambda *_, **__: stopped)
     with pytest.raises(autopar.InfeasibleError, match=r"no plan was found in 2 s \(on mesh dp=2\)"):
         search(2, pins={"dp": 2}, time_limit_s=2.0)
 
 
 def test_no_choice_names_the_cuts_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen to fail: no reason."""
-    monkeypatch.setattr(api, "solve_mesh", lambda *_, **__: None)
-    monkeypatch.setattr(api, "minimise_memory", lambda *_, **__: None)
+    monkeypatch.setattr(meshes, "solve_mesh", lambda *_, **__: None)
+    monkeypatch.setattr(meshes, "minimise_memory", lambda *_, **__: None)
     with pytest.raises(autopar.InfeasibleError, match=r"no plan exists under these pins on mesh dp=32: .*cut 32 ways"):
         search(32, pins={"dp": 32})  # 24 rows
 
