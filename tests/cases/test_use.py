@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar import Options, api, launch
+from autopar import Options, launch, meshes
 from autopar.ir.solution import Solution, Status
 from autopar.runtime.groups import ranks_started
 from tests.cases.run import same, strategies, unequal
