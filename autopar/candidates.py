@@ -12,7 +12,7 @@ from autopar.cost_model.emitted import as_emitted
 from autopar.cost_model.live import ROUND, ROUND_CPU, program_memory
 from autopar.cost_model.prices import MeshPrices, model_flops
 from autopar.cost_model.wiring import Wiring, wire
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, SolverError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.mesh import Mesh
@@ -144,13 +144,20 @@ def rank(candidate: Candidate, solution: Solution, options: Options) -> tuple[fl
 
 def plan_of(task: Task, candidate: Candidate, solution: Solution) -> Plan:
     """The plan of one solved mesh; its memory, and the time of its slices, are those of the program that it becomes."""
-    notes = candidate.table.notes + tuple(Note(*n) for n in task.captured.notes)
+    notes = candidate.table.notes + tuple(Note(*n) for n in task.captured.notes) + _without_solver(solution)
     prices = MeshPrices(task.cluster, candidate.mesh)
     flops = model_flops(task.captured, task.wiring)
     plan = make_plan(task.captured, candidate.priced, solution, prices, task.cluster, task.options, notes, flops)
     program = codegen.lower(task.captured, plan, candidate.mesh)
     plan = as_emitted(plan, program, prices)
     return with_memory(plan, step_memory(task.captured, program, plan), task.limit_bytes)
+
+
+def _without_solver(solution: Solution) -> tuple[Note, ...]:
+    """What the linear solver failed with, where the choice was made without it."""
+    if not solution.failure:
+        return ()
+    return (Note("solver", "", f"{solution.failure}; local search chose without it, at most {solution.gap:.1%} off"),)
 
 
 def tightened(task: Task, candidate: Candidate, solution: Solution, plan: Plan) -> Candidate | None:
@@ -181,6 +188,14 @@ def out_of_time(task: Task, where: str) -> InfeasibleError:
         f"allow more with --time-limit",
         needed_bytes=0, budget_bytes=task.limit_bytes, largest_terms=(),
     )  # fmt: skip
+
+
+def failed(task: Task, solution: Solution, where: str) -> SolverError:
+    """The linear solver failed, and nothing was found without it."""
+    return SolverError(
+        f"{task.captured.model_name}: {solution.failure}; without it no plan that fits was found on {where} in "
+        f"{solution.time_s:.1f} s: mend the solver (autopar doctor says what is installed), or ask for less"
+    )
 
 
 def step_memory(captured: CapturedGraph, program: Program, plan: Plan) -> StageMemory:

@@ -80,6 +80,13 @@ class CompilerError(AutoparError):
     """A broken promise between rooms: a bug in autopar, with the value that broke it."""
 
 
+class SolverError(AutoparError):
+    """A linear solver is missing, died, or gave no answer: its status, after how long, and what to do.
+
+    A search goes on without it where it can (`autopar.solver.solve`), and says so in the plan's notes.
+    """
+
+
 def without_frames(public: Callable[P, T]) -> Callable[P, T]:
     """A function whose `UserError`s come without the frames inside it: what is printed ends at the user's own call.
 

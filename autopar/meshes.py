@@ -12,6 +12,7 @@ from autopar.candidates import (
     Progress,
     Task,
     candidates_on,
+    failed,
     nothing_fits,
     out_of_time,
     plan_of,
@@ -69,6 +70,7 @@ class _Solves:
         best: tuple[Candidate, Solution] | None = None
         bounds = []
         stopped: list[Mesh] = []
+        without: list[tuple[Mesh, Solution]] = []
         for i, candidate in enumerate(self.candidates):
             self.progress(f"solve {candidate.mesh}", i / len(self.candidates))
             solution = self.known[i] or solve_mesh(
@@ -80,12 +82,16 @@ class _Solves:
             bounds.append(solution.bound_us)
             if solution.status is Status.TIME_LIMIT and not solution.choice:
                 stopped.append(candidate.mesh)
+            if solution.status is Status.FAILED:
+                without.append((candidate.mesh, solution))
             if solution.choice and (best is None or rank(candidate, solution, options) < rank(*best, options)):
                 best = candidate, solution
         if best is not None:
             return best[0], _over_meshes(best[1], bounds, options)
         if not required:
             return None
+        if without:
+            raise failed(self.task, without[0][1], f"mesh {without[0][0]}")
         if stopped:
             raise out_of_time(self.task, "mesh " + ", ".join(map(str, stopped[:3])))
         raise _infeasible(self.task, self.candidates, self.progress)

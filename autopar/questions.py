@@ -318,6 +318,8 @@ def _standing(here: _Mesh, found: _Other) -> Iterator[str]:
         )
     if found.wider:
         yield "a search on this mesh has one layout for it; the next best was forced from outside what it looks at"
+    if here.optimum.failure:
+        yield f"{here.optimum.failure}: the difference is within the gap of local search, not exact"
     stopped = here.optimum.status is Status.TIME_LIMIT
     if stopped or (found.plan is not None and found.plan.solver.status != "optimal"):
         yield "the time limit stopped a solve: the difference is within its gap, not exact"

@@ -13,6 +13,7 @@ class Status(Enum):
     FEASIBLE = "feasible: a plan was found, and the gap says how far from the best it can be at most"
     TIME_LIMIT = "stopped at the time limit; give a larger --time-limit to close the gap"
     INFEASIBLE = "infeasible: no choice fits the memory limit"
+    FAILED = "failed: the linear solver did, and local search without it found no choice that fits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class Solution:
         integral_lp: True if the LP relaxation was integral, which is the proof of optimality.
         memory_price_us_per_byte: dual of the tightest memory limit in the final LP (0 if slack or unknown).
         needed_bytes: when infeasible, the smallest limit that would admit a choice (else 0).
+        failure: what the linear solver failed with, so that the choice is local search's; "" where it did not.
     """
 
     status: Status
@@ -37,6 +39,7 @@ class Solution:
     integral_lp: bool = False
     memory_price_us_per_byte: float = 0.0
     needed_bytes: int = 0
+    failure: str = ""
 
     @property
     def gap(self) -> float:

@@ -6,6 +6,7 @@ local search     from the LP's rounding: a choice, and an upper bound        sea
 prices           where that doesn't fit: the choice that the LP's memory prices make    priced.py
 fix              a strategy whose reduced cost exceeds the gap is in no better choice
 MIP              on what is left
+no solver        where that fails, or isn't there: local search's choice with a bound that needs no solver, and why
 referee          the solver's objective must be the referee's                ir/problem.py: evaluate
 tie-break        every node to its lowest strategy that costs no more        search.py: first_of_equals
 """
@@ -14,12 +15,12 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 import numpy as np
 
-from autopar.errors import CompilerError
+from autopar.errors import CompilerError, SolverError
 from autopar.ir.problem import Evaluation, Problem, check_problem, evaluate
 from autopar.ir.solution import Solution, Status
 from autopar.solver.backends import Backend, backend_named
@@ -85,11 +86,14 @@ def solve(
     Returns:
         A `Solution`. With status INFEASIBLE `needed_bytes` is the smallest limit that would admit a choice
         (`minimise_memory` says which); 0 if none would, as no choice has all its conversions, or if time ran out.
+        Where the linear solver fails, `failure` says how: the choice is local search's (status FEASIBLE, with a bound),
+        or there is none (status FAILED).
         `memory_price_us_per_byte` sums the LP duals of the moments that share the limit of the dearest one.
 
     Raises:
         ValueError: an index or a table of the problem is wrong, or the backend is unknown.
-        CompilerError: the linear solver failed, or its objective is not the referee's.
+        CompilerError: the linear solver's objective is not the referee's.
+        SolverError: the linear solver failed while it looked for the bytes that would do.
     """
     check_problem(problem)
     check_numbers(problem)
@@ -100,10 +104,15 @@ def solve(
     if cutoff_us is not None and lower_bound_us(problem, cutoff_us=cutoff_us) >= cutoff_us:
         return None
     reduction: Reduction | None = None
-    found = _by_relaxation(problem, solver, clock, cutoff_us)
-    if found is None:
-        reduction = reduce_problem(problem)
-        found = _NO_CHOICE if reduction is None else _solve_reduced(reduction.problem, solver, clock, gap, cutoff_us)
+    try:
+        found = _by_relaxation(problem, solver, clock, cutoff_us)
+        if found is None:
+            reduction = reduce_problem(problem)
+            found = (
+                _NO_CHOICE if reduction is None else _solve_reduced(reduction.problem, solver, clock, gap, cutoff_us)
+            )
+    except SolverError as error:
+        reduction, found = None, _without_solver(problem, error)
     if cutoff_us is not None and (found.bound_us >= cutoff_us or found.status is Status.INFEASIBLE):
         return None
     if found.status is Status.INFEASIBLE:
@@ -116,7 +125,7 @@ def solve(
         status=found.status, choice=choice, objective_us=objective,
         bound_us=objective if found.status is Status.OPTIMAL else min(found.bound_us, objective),
         time_s=clock.elapsed_s(), solver=solver.name, integral_lp=found.integral_lp,
-        memory_price_us_per_byte=found.memory_price,
+        memory_price_us_per_byte=found.memory_price, failure=found.failure,
     )  # fmt: skip
 
 
@@ -130,6 +139,7 @@ class _Found:
     bound_us: float = -math.inf
     integral_lp: bool = False
     memory_price: float = 0.0
+    failure: str = ""
 
 
 _NO_CHOICE = _Found(status=Status.INFEASIBLE, bound_us=math.inf)
@@ -166,10 +176,13 @@ def check_numbers(problem: Problem) -> None:
 def relaxed(problem: Problem) -> tuple[float, float]:
     """The LP relaxation: its optimum in µs, which no choice beats, and what a byte more would save of it.
 
-    (inf, inf) where even that cannot fit.
+    (inf, inf) where even that cannot fit. Where the linear solver fails, a weaker bound, and inf as memory may bind.
     """
     model = build_model(problem)
-    lp = backend_named("highs").lp(model.linear, None)
+    try:
+        lp = backend_named("highs").lp(model.linear, None)
+    except SolverError:  # `solve` meets it again, and says it
+        return lower_bound_us(problem), math.inf if problem.moments else 0.0
     if lp.status is LinearStatus.INFEASIBLE:
         return math.inf, math.inf
     return lp.bound, _memory_price(problem, model, lp)
@@ -244,7 +257,12 @@ def _solve_whole(
     small = fixed.then(later)
     model = build_model(small.problem)
     for _ in range(MAX_CUTS):
-        mip = solver.mip(model.linear, clock.left_s(), gap)
+        try:
+            mip = solver.mip(model.linear, clock.left_s(), gap)
+        except SolverError as error:
+            if not choice:
+                raise
+            return replace(_stopped(problem, choice, lp.bound, price), status=Status.FEASIBLE, failure=str(error))
         if mip.point is not None and mip.objective < lp.bound - LOOSE * (1.0 + abs(lp.bound)):
             raise CompilerError(
                 f"{problem.name}: the MIP gives {mip.objective} us, below the {lp.bound} us of its relaxation"
@@ -282,6 +300,13 @@ def _stopped(problem: Problem, choice: tuple[int, ...], bound: float, price: flo
     return _Found(
         status=Status.TIME_LIMIT, choice=choice, objective_us=objective, bound_us=bound, memory_price=price
     )  # fmt: skip
+
+
+def _without_solver(problem: Problem, error: SolverError) -> _Found:
+    """Local search's choice, from the cheapest strategy of every node."""
+    choice = _fitting(problem, find_choice(problem))
+    status = Status.FEASIBLE if choice else Status.FAILED
+    return replace(_stopped(problem, choice, lower_bound_us(problem), 0.0), status=status, failure=str(error))
 
 
 def _fitting(problem: Problem, choice: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from autopar.errors import SolverError
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -72,6 +74,22 @@ class LinearAnswer:
     bound: float
     column_dual: Floats = field(default_factory=lambda: np.zeros(0))
     row_dual: Floats = field(default_factory=lambda: np.zeros(0))
+
+
+def check_point(answer: LinearAnswer, model: LinearModel, solver: str, elapsed_s: float) -> LinearAnswer:
+    """The answer, if its figures are numbers and as many as there are columns; else SolverError. The bound may be -inf.
+
+    Whether the point is any good is the referee's to say.
+    """
+    if answer.point is None:
+        return answer
+    numbers = len(answer.point) == model.columns and bool(np.isfinite(answer.point).all())
+    if not numbers or not math.isfinite(answer.objective) or math.isnan(answer.bound) or answer.bound == math.inf:
+        raise SolverError(
+            f"{solver} ended with '{answer.status.value}' after {elapsed_s:.1f} s, but its answer is no point of the "
+            f"{model} (objective {answer.objective}, bound {answer.bound})"
+        )
+    return answer
 
 
 class LinearBuilder:

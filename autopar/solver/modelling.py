@@ -5,26 +5,45 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pulp
 
-from autopar.errors import CompilerError
+from autopar.errors import SolverError
 from autopar.ir.problem import Problem
-from autopar.solver.linear import LinearAnswer, LinearModel, LinearStatus
+from autopar.solver.linear import LinearAnswer, LinearModel, LinearStatus, check_point
 from autopar.solver.model import ProblemModel, build_model
 
+if TYPE_CHECKING:
+    import pulp
+
 SOLVERS = ("pulp-cbc", "pulp-highs")
-_FINISHED = {
-    pulp.LpStatusOptimal: LinearStatus.OPTIMAL,
-    pulp.LpStatusInfeasible: LinearStatus.INFEASIBLE,
-    pulp.LpStatusNotSolved: LinearStatus.TIME_LIMIT,
+HINTS = {
+    "pulp-cbc": "its program comes with PuLP; pip install --force-reinstall pulp, or take HiGHS",
+    "pulp-highs": "pip install highspy",
 }
+_FINISHED = {
+    "Optimal": LinearStatus.OPTIMAL,
+    "Infeasible": LinearStatus.INFEASIBLE,
+    "Not Solved": LinearStatus.TIME_LIMIT,
+}
+"""By name of PuLP's status."""
+
+
+def _library() -> ModuleType:
+    """pulp; looked for when it is first needed: a search needs none of it."""
+    try:
+        import pulp
+    except ImportError as error:
+        raise SolverError(f"PuLP cannot be loaded ({error}): pip install pulp") from None
+    module: ModuleType = pulp
+    return module
 
 
 def version(name: str) -> str:
     """Name and version, for `Solution.solver`."""
-    return f"{name.removeprefix('pulp-').upper()} by PuLP {pulp.__version__}"
+    return f"{name.removeprefix('pulp-').upper()} by PuLP {_library().__version__}"
 
 
 def write_lp(problem: Problem, path: Path) -> None:
@@ -67,18 +86,22 @@ def solve_mip(model: LinearModel, name: str, *, time_limit_s: float | None = Non
 
 
 def _solve(model: LinearModel, name: str, *, whole: bool, time_limit_s: float | None) -> LinearAnswer:
+    pulp = _library()
     program, columns = _modelled(model, whole=whole, names=None)
     began = time.perf_counter()
     try:
-        code = program.solve(_solver(name, time_limit_s))
-    except pulp.PulpSolverError as error:
+        said = pulp.LpStatus[program.solve(_solver(name, time_limit_s))]
+    except Exception as error:  # PuLP's own, and what reading garbage raises
         elapsed = time.perf_counter() - began
-        raise CompilerError(f"{version(name)} failed after {elapsed:.1f} s: {error}") from error
+        hint = f": {HINTS[name]}" if name in HINTS else ""
+        raise SolverError(
+            f"{version(name)} failed after {elapsed:.1f} s with {type(error).__name__} ({error}){hint}"
+        ) from error
     elapsed = time.perf_counter() - began
     late = time_limit_s is not None and elapsed >= 0.9 * time_limit_s
-    status = LinearStatus.TIME_LIMIT if late else _FINISHED.get(code)
+    status = LinearStatus.TIME_LIMIT if late else _FINISHED.get(said)
     if status is None:
-        raise CompilerError(f"{version(name)} ended with '{pulp.LpStatus[code]}' after {elapsed:.1f} s")
+        raise SolverError(f"{version(name)} ended with '{said}' after {elapsed:.1f} s")
     if status is LinearStatus.INFEASIBLE:
         return LinearAnswer(status=status, point=None, objective=math.inf, bound=math.inf)
     if program.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
@@ -86,33 +109,36 @@ def _solve(model: LinearModel, name: str, *, whole: bool, time_limit_s: float | 
     point = np.array([c.value() or 0.0 for c in columns])
     objective = float(model.cost @ point) + model.offset
     bound = objective if status is LinearStatus.OPTIMAL else -math.inf
-    return LinearAnswer(status=status, point=point, objective=objective, bound=bound)
+    answer = LinearAnswer(status=status, point=point, objective=objective, bound=bound)
+    return check_point(answer, model, version(name), elapsed)
 
 
 def _solver(name: str, time_limit_s: float | None) -> pulp.LpSolver:
+    library = _library()
     if name == "pulp-cbc":
-        return pulp.PULP_CBC_CMD(
+        return library.PULP_CBC_CMD(
             msg=False, timeLimit=time_limit_s, threads=1, gapRel=0.0, options=["randomSeed 1", "randomCbcSeed 1"]
         )
-    return pulp.HiGHS(msg=False, timeLimit=time_limit_s, threads=1, gapRel=0.0, random_seed=1)
+    return library.HiGHS(msg=False, timeLimit=time_limit_s, threads=1, gapRel=0.0, random_seed=1)
 
 
 def _modelled(
     model: LinearModel, *, whole: bool, names: list[str] | None
 ) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
     """`model` as PuLP objects, columns in order. Rows with one finite side or two equal ones only."""
-    program = pulp.LpProblem("autopar", pulp.LpMinimize)
+    library = _library()
+    program = library.LpProblem("autopar", library.LpMinimize)
     names = names or [f"z_{j}" for j in range(model.columns)]
     columns = [
-        pulp.LpVariable(
+        library.LpVariable(
             names[j],
             lowBound=float(model.lower[j]) if math.isfinite(model.lower[j]) else None,
             upBound=float(model.upper[j]) if math.isfinite(model.upper[j]) else None,
-            cat=pulp.LpInteger if whole and model.integer[j] else pulp.LpContinuous,
+            cat=library.LpInteger if whole and model.integer[j] else library.LpContinuous,
         )
         for j in range(model.columns)
     ]
-    program += pulp.LpAffineExpression(
+    program += library.LpAffineExpression(
         ((columns[j], float(model.cost[j])) for j in range(model.columns)), constant=model.offset
     )
     terms: list[list[tuple[pulp.LpVariable, float]]] = [[] for _ in range(model.rows)]
@@ -121,7 +147,8 @@ def _modelled(
             terms[model.index[k]].append((columns[j], float(model.value[k])))
     for i, row in enumerate(terms):
         low, high = float(model.row_lower[i]), float(model.row_upper[i])
-        sense = pulp.LpConstraintEQ if low == high else pulp.LpConstraintLE if low == -math.inf else pulp.LpConstraintGE
-        rhs = low if sense != pulp.LpConstraintLE else high
-        program += pulp.LpConstraint(pulp.LpAffineExpression(row), sense=sense, rhs=rhs, name=f"row_{i}")
+        below = library.LpConstraintLE if low == -math.inf else library.LpConstraintGE
+        sense = library.LpConstraintEQ if low == high else below
+        rhs = low if sense != library.LpConstraintLE else high
+        program += library.LpConstraint(library.LpAffineExpression(row), sense=sense, rhs=rhs, name=f"row_{i}")
     return program, columns

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.errors import CompilerError
+from autopar.errors import SolverError
 from autopar.ir.problem import Problem, evaluate
 from autopar.solver import highs
 from autopar.solver.backends import backend_named
@@ -48,5 +48,5 @@ def test_an_lp_that_ends_without_an_answer_is_tried_another_way(monkeypatch: pyt
     monkeypatch.setattr(highs, "OTHER_WAYS", (stopped, *highs.OTHER_WAYS[1:]))
     assert highs.solve_lp(model).objective == pytest.approx(right.objective)
     monkeypatch.setattr(highs, "OTHER_WAYS", (stopped,))
-    with pytest.raises(CompilerError, match="ended the LP with"):
+    with pytest.raises(SolverError, match="ended the LP with"):
         highs.solve_lp(model)
