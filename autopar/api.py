@@ -257,6 +257,7 @@ def plan_captured(
         dump("plan", found.to_json().decode())
         return Plan.found(found, task)
     plan = meshes.best_plan(task, (mesh,) if mesh is not None else mesh_candidates(cluster, options), progress, dump)
+    assert plan is not None
     progress("write the plan", 1.0)
     dump("plan", plan.to_json().decode())
     return Plan.found(plan, task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from autopar.ir.options import RECOMPUTE, Options
 from autopar.ir.plan import Plan, options_of
 from autopar.ir.problem import Problem, evaluate
 from autopar.ir.program import Program
-from autopar.ir.solution import Solution
+from autopar.ir.solution import Solution, Status
 from autopar.ir.strategy import Note, StrategyTable
 from autopar.ir.timeline import StageMemory
 from autopar.solver import LeastMemory, largest_terms, minimise_memory, relaxed, solve
@@ -31,13 +32,15 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is searched: a captured model on a cluster. `rules` are shared by all meshes of it."""
+    """What is searched: a captured model on a cluster. `rules` are shared by all meshes of it. `within_us`: where least
+    memory is asked for, no step is longer."""
 
     captured: CapturedGraph
     cluster: ClusterSpec
     options: Options
     wiring: Wiring
     rules: sharding.RuleCache
+    within_us: float = math.inf
 
     @classmethod
     def of(
@@ -105,41 +108,66 @@ def _priced(task: Task, mesh: Mesh) -> tuple[Candidate, float]:
 
 TIGHTER = 3
 """How often a search is done again with less memory, where the program of what it found needs more than it may."""
+ROUNDING = 1e-9
+"""Relative difference of two times that is none."""
 RECOMPUTE_GAP = 0.02
 """The least gap that a problem with recomputation is solved to, if it may have one (docs/decisions/0007)."""
 
 
-def solve_mesh(candidate: Candidate, options: Options, *, gap: float, cutoff_us: float | None) -> Solution | None:
-    """The answer on one mesh; None if nothing fits or, for time, if none costs less than `cutoff_us`."""
-    if options.objective == "time" and cutoff_us is not None and candidate.bound_us >= cutoff_us:
+def solve_mesh(
+    candidate: Candidate, task: Task, *, gap: float, cutoff_us: float | None, cutoff_bytes: float = math.inf
+) -> Solution | None:
+    """The answer on one mesh; None if nothing fits, or if none costs less than `cutoff_us` or, where least memory is
+    asked for, all need more than `cutoff_bytes` or a longer step than the task allows."""
+    if task.options.objective == "memory":
+        if candidate.bound_us > task.within_us * (1 + ROUNDING):
+            return None
+    elif cutoff_us is not None and candidate.bound_us >= cutoff_us:
         return None
     if candidate.priced.later and gap:
         gap = max(gap, RECOMPUTE_GAP)
-    return solve_problem(candidate.problem, options, gap=gap, cutoff_us=cutoff_us)
+    return solve_problem(
+        candidate.problem, task.options, gap=gap, cutoff_us=cutoff_us, cutoff_bytes=cutoff_bytes,
+        within_us=task.within_us,
+    )  # fmt: skip
 
 
-def solve_problem(problem: Problem, options: Options, *, gap: float, cutoff_us: float | None) -> Solution | None:
-    """The fastest choice that fits, or of those that need the least memory. None as for `solve_mesh`."""
+def solve_problem(
+    problem: Problem, options: Options, *, gap: float, cutoff_us: float | None, cutoff_bytes: float = math.inf,
+    within_us: float = math.inf,
+) -> Solution | None:  # fmt: skip
+    """The fastest choice that fits, or of those `within_us` that need the least memory. None as for `solve_mesh`."""
     if options.objective == "memory" and problem.moments:
-        return _least_memory(problem, options)
+        return _least_memory(problem, options, gap, cutoff_bytes, within_us)
     return solve(problem, time_limit_s=options.time_limit_s, gap=gap, cutoff_us=cutoff_us, explain=False)
 
 
-def _least_memory(problem: Problem, options: Options) -> Solution | None:
-    """The fastest of the choices that need the least memory."""
-    least = minimise_memory(problem, time_limit_s=options.time_limit_s)
-    if least is None:
+def _least_memory(
+    problem: Problem, options: Options, gap: float, cutoff_bytes: float, within_us: float
+) -> Solution | None:
+    """The fastest of the choices that need the least memory, and that keep the limit."""
+    least = minimise_memory(
+        problem, time_limit_s=options.time_limit_s, within_us=within_us, gap=gap, cutoff_bytes=cutoff_bytes
+    )
+    if least is None or least.excess_bytes > 0:
         return None
-    limit = min(least.needed_bytes, problem.moments[least.moment].limit_bytes)
-    moments = tuple(replace(m, limit_bytes=limit) for m in problem.moments)
-    return solve(replace(problem, moments=moments), time_limit_s=options.time_limit_s)
+    moments = tuple(replace(m, limit_bytes=least.needed_bytes) for m in problem.moments)
+    found = solve(replace(problem, moments=moments), time_limit_s=options.time_limit_s, gap=gap)
+    if not least.proven and found.status is Status.OPTIMAL:
+        return replace(found, status=Status.FEASIBLE)
+    return found
 
 
 def rank(candidate: Candidate, solution: Solution, options: Options) -> tuple[float, float]:
     """What is minimised, then what decides between equals."""
     if options.objective == "memory":
-        return max(evaluate(candidate.problem, solution.choice).used_bytes, default=0), solution.objective_us
+        return needed_bytes(candidate, solution), solution.objective_us
     return solution.objective_us, 0.0
+
+
+def needed_bytes(candidate: Candidate, solution: Solution) -> int:
+    """What the search counts that a solution needs per device."""
+    return max(evaluate(candidate.problem, solution.choice).used_bytes, default=0)
 
 
 def plan_of(task: Task, candidate: Candidate, solution: Solution) -> Plan:
@@ -166,7 +194,7 @@ def tightened(task: Task, candidate: Candidate, solution: Solution, plan: Plan) 
     over = plan.predicted.peak_memory_bytes - task.limit_bytes
     if over <= 0 or not candidate.problem.moments:
         return None
-    return candidate.limited(max(1, max(evaluate(candidate.problem, solution.choice).used_bytes) - over))
+    return candidate.limited(max(1, needed_bytes(candidate, solution) - over))
 
 
 def nothing_fits(task: Task, problem: Problem, least: LeastMemory, how: str, where: str) -> InfeasibleError:

@@ -57,8 +57,18 @@ Json = Annotated[bool, Parameter(name="--json", help="One JSON object on stdout 
 class Wishes:
     """What a search may choose, and how hard it tries."""
 
-    objective: Literal["time", "memory"] = "time"
+    objective: Annotated[
+        Literal["time", "memory", "cost"],
+        Parameter(help="Least step; least memory of plans nearly as fast; or least device-hours per token."),
+    ] = "time"
+    slack: Annotated[
+        str | None,
+        Parameter(help="For memory: how much longer a step may be, as a part of the fastest (0.05), or: any."),
+    ] = None
     pin: Pins = None
+    forbid: Annotated[list[str] | None, Parameter(help="recompute: keep all that the backward reads. May repeat.")] = (
+        None
+    )
     space: Annotated[
         list[str] | None,
         Parameter(help="Degrees to try: data=1,2,4, tensor=1,2, context=1 or pipeline=1,2. May repeat."),
@@ -85,7 +95,9 @@ class Wishes:
         arguments.check_positive("--micro-batches", self.micro_batches)
         arguments.check_part("--gap", self.gap)
         asked: dict[str, Any] = {
-            "objective": self.objective, "memory_limit": arguments.parse_bytes("--memory-limit", self.memory_limit),
+            "objective": self.objective, "memory_slack": arguments.parse_slack(self.slack, self.objective),
+            "allow": arguments.parse_forbidden(self.forbid or ()),
+            "memory_limit": arguments.parse_bytes("--memory-limit", self.memory_limit),
             "pins": arguments.parse_pins(self.pin or ()), "search_space": arguments.parse_space(self.space or ()),
             "stages": self.stages, "micro_batches": self.micro_batches, "gap": self.gap,
             "time_limit_s": self.time_limit, "strict": self.strict,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+from msgspec.structs import replace as replace_fields
 
 from autopar import sharding
 from autopar.candidates import (
@@ -13,6 +16,7 @@ from autopar.candidates import (
     Task,
     candidates_on,
     failed,
+    needed_bytes,
     nothing_fits,
     out_of_time,
     plan_of,
@@ -23,7 +27,7 @@ from autopar.candidates import (
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, PlanNote, PlanRequest, asked_options
 from autopar.ir.solution import Solution, Status
 from autopar.solver import LeastMemory, minimise_memory
 
@@ -34,33 +38,72 @@ Dump = Callable[[str, object], None]
 """Called with the name of what a stage hands on, and that."""
 
 
-def best_plan(task: Task, meshes: Sequence[Mesh], progress: Progress, dump: Dump) -> Plan:
+def best_plan(
+    task: Task, meshes: Sequence[Mesh], progress: Progress, dump: Dump, *, cutoff_us: float = math.inf
+) -> Plan | None:
     """The fastest plan that fits, or that which needs least memory. A mesh proven to be no better isn't solved.
+
+    With `cutoff_us` it must be faster than that: then None where no plan is, or none fits.
 
     Raises InfeasibleError where nothing fits, UserError for pins that no mesh can hold.
     """
-    return _fitting(task, _Solves(task, _candidates(task, meshes, progress, dump), progress))
+    slack = task.options.memory_slack if task.options.objective == "memory" else None
+    if slack is None:
+        solves = _Solves(task, _candidates(task, meshes, progress, dump), progress, cutoff_us)
+        return _fitting(task, solves, required=math.isinf(cutoff_us))
+    timed = replace(task, options=replace(task.options, objective="time"))
+    fastest = best_plan(timed, meshes, progress, dump)
+    assert fastest is not None
+    within = replace(task, within_us=fastest.solver.objective_us * (1 + slack))
+    least = _fitting(within, _Solves(within, _candidates(within, meshes, progress, dump), progress), required=False)
+    return _least_of(fastest, least, within)
 
 
-def _fitting(task: Task, solves: _Solves) -> Plan:
+def _least_of(fastest: Plan, least: Plan | None, task: Task) -> Plan:
+    """Of two plans that are fast enough that whose program needs less, and what that saves."""
+    words = f"least memory of the plans within {task.options.memory_slack:.1%} of the fastest step"
+    if least is None or _needs(fastest) <= _needs(least):
+        options = asked_options(task.options)
+        least = replace_fields(fastest, request=replace_fields(fastest.request or PlanRequest(), options=options))
+        words += ": the fastest itself"
+    else:
+        p, q = fastest.predicted, least.predicted
+        words += (
+            f": {q.peak_memory_bytes / 2**20:.0f} MiB per device and {q.step_time_us / 1e3:.3f} ms a step, where the "
+            f"fastest takes {p.peak_memory_bytes / 2**20:.0f} MiB and {p.step_time_us / 1e3:.3f} ms"
+        )
+    return replace_fields(
+        least, solver=replace_fields(least.solver, within_us=task.within_us),
+        notes=[*least.notes, PlanNote(kind="objective", where="", message=words)],
+    )  # fmt: skip
+
+
+def _needs(plan: Plan) -> tuple[float, ...]:
+    """Memory of the program, then time, then memory as the search counts it."""
+    return plan.predicted.peak_memory_bytes, plan.predicted.step_time_us, plan.solver.memory_bytes
+
+
+def _fitting(task: Task, solves: _Solves, *, required: bool) -> Plan | None:
     """The best plan whose program keeps the limit. What the search counts may be less than its program needs; then that
     mesh is solved again with so much less. Where nothing is left to choose, the plan that needs least is given, noted.
     """
     plans: list[Plan] = []
-    while len(plans) <= TIGHTER and (best := solves.best(required=not plans)) is not None:
+    while len(plans) <= TIGHTER and (best := solves.best(required=required and not plans)) is not None:
         plans.append(plan_of(task, *best))
         less = tightened(task, *best, plans[-1])
         if less is None:
             return plans[-1]
         solves.instead(best[0], less)
-    return min(plans, key=lambda plan: plan.predicted.peak_memory_bytes)
+    return min(plans, key=lambda plan: plan.predicted.peak_memory_bytes, default=None)
 
 
 class _Solves:
-    """Candidates, the lowest bound first, and their answers as far as they are known."""
+    """Candidates, the lowest bound first, and their answers as far as they are known: those below `cutoff_us`."""
 
-    def __init__(self, task: Task, candidates: list[Candidate], progress: Progress) -> None:
-        self.task, self.candidates, self.progress = task, candidates, progress
+    def __init__(
+        self, task: Task, candidates: list[Candidate], progress: Progress, cutoff_us: float = math.inf
+    ) -> None:
+        self.task, self.candidates, self.progress, self.cutoff_us = task, candidates, progress, cutoff_us
         self.known: list[Solution | None] = [None] * len(candidates)
 
     def best(self, *, required: bool) -> tuple[Candidate, Solution] | None:
@@ -74,8 +117,9 @@ class _Solves:
         for i, candidate in enumerate(self.candidates):
             self.progress(f"solve {candidate.mesh}", i / len(self.candidates))
             solution = self.known[i] or solve_mesh(
-                candidate, options, gap=_gap(candidate, options), cutoff_us=best[1].objective_us if best else None
-            )
+                candidate, self.task, gap=_gap(candidate, options), cutoff_us=self._cutoff_us(best),
+                cutoff_bytes=needed_bytes(*best) if best and options.objective == "memory" else math.inf,
+            )  # fmt: skip
             if solution is None:
                 continue
             self.known[i] = solution
@@ -95,6 +139,13 @@ class _Solves:
         if stopped:
             raise out_of_time(self.task, "mesh " + ", ".join(map(str, stopped[:3])))
         raise _infeasible(self.task, self.candidates, self.progress)
+
+    def _cutoff_us(self, best: tuple[Candidate, Solution] | None) -> float | None:
+        """What a better answer must take less than."""
+        if self.task.options.objective == "memory":
+            return None
+        limit = min(self.cutoff_us, best[1].objective_us if best else math.inf)
+        return limit if limit < math.inf else None
 
     def instead(self, candidate: Candidate, other: Candidate) -> None:
         """From now on look at `other`, which has no answer yet."""

@@ -9,6 +9,7 @@ percent of the best), so that its difference is exact: forcing `next_best` throu
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -188,7 +189,9 @@ class _Mesh:
         return self.base.problem
 
     def solve(self, problem: Problem, cutoff_us: float | None = None) -> Solution | None:
-        found = solve_problem(problem, self.task.options, gap=0.0, cutoff_us=cutoff_us)
+        found = solve_problem(
+            problem, self.task.options, gap=0.0, cutoff_us=cutoff_us, within_us=self.task.within_us
+        )  # fmt: skip
         return found if found is not None and found.choice else None
 
     def slot(self, kind: SlotKind, graph: str, name: str) -> int:
@@ -210,17 +213,22 @@ def _on_mesh(plan: Plan, task: Task, progress: Progress) -> _Mesh:
     mesh = mesh_of(plan)
     progress(f"solve {mesh} to the end", 0.0)
     base = price_mesh(task, mesh)
-    optimum = solve_problem(base.problem, task.options, gap=0.0, cutoff_us=None)
+    optimum = _solve(base, task)
     if optimum is None or not optimum.choice:
         raise CompilerError(f"the plan for {plan.model.name} on {mesh} is no answer of its own problem")
     answer = plan_of(task, base, optimum)
     for _ in range(TIGHTER):  # as the search does
         less = tightened(task, base, optimum, answer)
-        found = solve_problem(less.problem, task.options, gap=0.0, cutoff_us=None) if less is not None else None
+        found = _solve(less, task) if less is not None else None
         if less is None or found is None or not found.choice:
             break
         base, optimum, answer = less, found, plan_of(task, less, found)
     return _Mesh(plan, task, mesh, base, optimum, answer, progress)
+
+
+def _solve(candidate: Candidate, task: Task) -> Solution | None:
+    """To the end."""
+    return solve_problem(candidate.problem, task.options, gap=0.0, cutoff_us=None, within_us=task.within_us)
 
 
 def explain(plan: Plan, name: str, task: Task, progress: Progress) -> Explanation:
@@ -250,8 +258,9 @@ def explain(plan: Plan, name: str, task: Task, progress: Progress) -> Explanatio
 
 
 def _as_planned(task: Task, plan: Plan) -> Task:
-    """With recomputation only where the plan recomputes."""
-    return replace(task, options=replace(task.options, allow=(RECOMPUTE,) if plan.later else ()))
+    """With recomputation only where the plan recomputes, and no step longer than the plan's might be."""
+    within = plan.solver.within_us if plan.solver.within_us is not None else math.inf
+    return replace(task, options=replace(task.options, allow=(RECOMPUTE,) if plan.later else ()), within_us=within)
 
 
 def _by_module(matched: list[ParameterInfo], task: Task, name: str) -> dict[str, list[ParameterInfo]]:

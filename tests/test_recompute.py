@@ -61,7 +61,9 @@ def least(name: str, ranks: int, pins: dict):
     options = Options(precision="fp64", pins=pins, allow=())
     cluster = load_cluster(f"rtx3090:{ranks}")
     kept = api.plan_captured(graph, cluster, options=options)
-    return kept, api.plan_captured(graph, cluster, options=replace(options, allow=("recompute",), objective="memory"))
+    return kept, api.plan_captured(
+        graph, cluster, options=replace(options, allow=("recompute",), objective="memory", memory_slack=None)
+    )
 
 
 def live_bytes(name: str, plan) -> int:
@@ -112,7 +114,9 @@ def test_it_is_there_where_memory_binds_and_only_there():
     options = Options(precision="fp64", pins={"tp": 2})
     free = api.plan_captured(graph, cluster, options=options)
     assert not free.later and free.predicted.step_time_us == least("gpt2", 2, {"tp": 2})[0].predicted.step_time_us
-    needed = api.plan_captured(graph, cluster, options=replace(options, objective="memory", allow=()))
+    needed = api.plan_captured(
+        graph, cluster, options=replace(options, objective="memory", memory_slack=None, allow=())
+    )
     limit = int(0.9 * needed.solver.memory_bytes)
     with pytest.raises(InfeasibleError):
         api.plan_captured(graph, cluster, options=replace(options, allow=(), memory_limit=limit))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,6 +11,7 @@ AXES = ("dp", "cp", "tp")
 """Mesh axes that this version searches, slowest first. `free` may be pinned too: an axis with no role."""
 
 DEGREE_NAMES = {"data": "dp", "context": "cp", "tensor": "tp", "pipeline": "pp"}
+OFFLOAD = "offload"
 RECOMPUTE = "recompute"
 """In `Options.allow`: forward tensors may be made again in the backward instead of waiting for it."""
 
@@ -19,7 +21,9 @@ class Options:
     """Constraints and wishes.
 
     Attributes:
-        objective: "time", or "memory" (least bytes per device, then time).
+        objective: "time"; "memory": least bytes per device, of plans whose step is `memory_slack` longer than the
+            fastest at most; "cost": least device-hours per token, with as many devices of the cluster as that takes.
+        memory_slack: a part of the fastest step; None: least bytes however long a step takes.
         memory_limit: bytes per device; None takes the cluster's.
         pins: axis sizes ({"tp": 2}), `"zero": 0|3` (0: stored whole on dp, 3: stored cut on dp), and layouts by
             module or parameter pattern ({"model.layers.*.mlp.up_proj": "tp:S(0)"}).
@@ -27,7 +31,7 @@ class Options:
         precision: "fp32", "bf16" (bf16 compute, fp32 stored parameters, gradients and optimizer state) or "fp64".
         optimizer_bytes_per_parameter: state that the optimizer keeps (AdamW in fp32: 8).
         allow: "recompute": forward tensors may be made again in the backward instead of kept, where memory binds; ()
-            keeps all.
+            forbids that and keeps all.
         stages: search pipeline stages and micro-batches too. So do a pin of `pp`, degrees of "pipeline" above 1, and
             `micro_batches`. This version finds and prices such plans, and does not run them.
         micro_batches: of a step, on every rank; None lets the search choose where it searches stages.
@@ -43,7 +47,8 @@ class Options:
         dump_dir: each stage writes NN_name.txt there.
     """
 
-    objective: Literal["time", "memory"] = "time"
+    objective: Literal["time", "memory", "cost"] = "time"
+    memory_slack: float | None = 0.05
     memory_limit: int | None = None
     pins: Mapping[str, str | int] = field(default_factory=dict)
     search_space: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -63,14 +68,18 @@ class Options:
     def __post_init__(self) -> None:
         if self.precision not in ("fp32", "bf16", "fp64"):
             raise ValueError(f"precision {self.precision!r}: wanted fp32, bf16 or fp64")
-        if self.objective not in ("time", "memory"):
-            raise ValueError(f"objective {self.objective!r}: wanted time or memory")
+        if self.objective not in ("time", "memory", "cost"):
+            raise ValueError(f"objective {self.objective!r}: wanted time, memory or cost")
+        if self.memory_slack is not None and not 0 <= self.memory_slack < math.inf:
+            raise ValueError(f"memory_slack {self.memory_slack}: wanted a part of the fastest step, 0 or more, or None")
         if self.micro_batches is not None and self.micro_batches < 1:
             raise ValueError(f"micro_batches {self.micro_batches}: wanted a whole number of 1 or more")
+        if self.objective == "cost" and not self.searches_stages:
+            raise ValueError("objective 'cost' is not there yet")
         if self.searches_stages and self.objective != "time":
             raise ValueError(f"objective {self.objective!r} with stages or micro-batches: this version knows time only")
         if set(self.allow) - {RECOMPUTE}:
-            raise ValueError(f"allow {self.allow}: wanted none or {RECOMPUTE!r}; offload is not there yet")
+            raise ValueError(f"allow {self.allow}: wanted none or {RECOMPUTE!r}; {OFFLOAD} is not there yet")
         if not 0 <= self.gap < 1:
             raise ValueError(f"gap {self.gap}: wanted a part of the step time, 0 or more and below 1")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:

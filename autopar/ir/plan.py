@@ -143,7 +143,8 @@ class PlanPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 class PlanSolver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`memory_price` is in µs per byte: what one more byte per device would save. `memory_bytes`: what the search
-    counted for this choice, and held against the limit."""
+    counted for this choice, and held against the limit. `within_us`: where least memory was asked for, the longest step
+    allowed (None: any)."""
 
     status: str
     objective_us: float
@@ -152,6 +153,7 @@ class PlanSolver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     time_s: float
     memory_price: float
     memory_bytes: int = 0
+    within_us: float | None = None
 
 
 class PlanNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

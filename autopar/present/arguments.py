@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from autopar.errors import PlanError, UserError
-from autopar.ir.options import AXES, DEGREE_NAMES
+from autopar.ir.options import AXES, DEGREE_NAMES, OFFLOAD, RECOMPUTE, Options
 from autopar.ir.plan import FORMAT, Plan
 from autopar.present.words import bytes_words
 
@@ -75,6 +76,33 @@ def parse_space(space: Sequence[str]) -> dict[str, tuple[int, ...]]:
             raise UserError(f"--space {text}: wanted whole numbers of 1 or more, such as {name}=1,2,4")
         found[name] = tuple(int(d) for d in degrees)
     return found
+
+
+def parse_slack(text: str | None, objective: str) -> float | None:
+    """`0.05` -> a part of the fastest step; `any` -> None. Raises UserError where least memory isn't asked for."""
+    if text is None:
+        return Options().memory_slack
+    if objective != "memory":
+        raise UserError(f"--slack {text}: goes with --objective memory, this is {objective}")
+    if text == "any":
+        return None
+    try:
+        part = float(text)
+    except ValueError:
+        part = -1.0
+    if not 0 <= part < math.inf:
+        raise UserError(f"--slack {text}: wanted a part of the fastest step, such as 0.05, or any")
+    return part
+
+
+def parse_forbidden(forbidden: Sequence[str]) -> tuple[str, ...]:
+    """What may be done all the same, as `Options.allow`."""
+    for text in forbidden:
+        if text == OFFLOAD:
+            raise UserError(f"--forbid {text}: this version has no offload, so that nothing is offloaded anyway")
+        if text != RECOMPUTE:
+            raise UserError(f"--forbid {text}: wanted {RECOMPUTE}")
+    return () if forbidden else Options().allow
 
 
 def parse_bytes(option: str, text: str | None) -> int | None:

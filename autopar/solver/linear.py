@@ -131,14 +131,19 @@ class LinearBuilder:
         """Fix columns to zero."""
         self._forbidden.append(columns)
 
+    def cost(self) -> Floats:
+        """The objective so far, per column."""
+        cost = np.concatenate([b[0] for b in self._column_blocks]) if self._column_blocks else np.zeros(0)
+        for columns, values in self._extra_cost:
+            np.add.at(cost, columns, values)
+        return cost
+
     def build(self, offset: float = 0.0) -> LinearModel:
         """Sort, sum repeats and freeze."""
-        cost = np.concatenate([b[0] for b in self._column_blocks]) if self._column_blocks else np.zeros(0)
+        cost = self.cost()
         sizes = [len(b[0]) for b in self._column_blocks]
         upper = np.repeat([b[1] for b in self._column_blocks], sizes)
         integer = np.repeat(np.array([b[2] for b in self._column_blocks], dtype=bool), sizes)
-        for columns, values in self._extra_cost:
-            np.add.at(cost, columns, values)
         for columns in self._forbidden:
             upper[columns] = 0.0
         counts = [b[0] for b in self._row_blocks]

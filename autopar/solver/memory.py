@@ -1,11 +1,13 @@
 """The least memory that admits a choice, and what fills it.
 
 With used_m the bytes at moment m, minimise e = max_m (used_m - limit_m) over every choice without an infinite
-conversion. The limits admit a choice if and only if e <= 0; raised by e bytes they admit one, by e - 1 they do not.
+conversion, or over those whose step takes no longer than a given time. The limits admit a choice if and only if e <= 0;
+raised by e bytes they admit one, by e - 1 they do not.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +19,9 @@ from autopar.solver.linear import LinearStatus
 from autopar.solver.model import build_model, choice_of
 from autopar.solver.reduce import reduce_problem
 
+TOLERANCE = 1e-6
+"""Relative: the linear solver's own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastMemory:
@@ -27,7 +32,7 @@ class LeastMemory:
         moment: index of the moment that decides.
         needed_bytes: limit of that moment that would just admit the choice.
         excess_bytes: needed_bytes - limit of that moment; <= 0 if the limits admit a choice already.
-        proven: False if the time limit stopped the search; then less may do.
+        proven: False if the time limit or a gap stopped the search; then less may do.
     """
 
     choice: tuple[int, ...]
@@ -37,11 +42,23 @@ class LeastMemory:
     proven: bool
 
 
-def minimise_memory(problem: Problem, *, time_limit_s: float | None = None) -> LeastMemory | None:
+def minimise_memory(
+    problem: Problem,
+    *,
+    time_limit_s: float | None = None,
+    within_us: float = math.inf,
+    gap: float = 0.0,
+    cutoff_bytes: float = math.inf,
+) -> LeastMemory | None:
     """The smallest limits that admit a choice; None if no choice does, whatever the limits (or none was found in time).
 
     Exact to the byte while a limit is below about 100 GB (solver tolerance 1e-6 on limit / 2^17 or on the sizes'
     greatest common divisor, whichever is larger).
+
+    Args:
+        within_us: of choices whose step takes no longer.
+        gap: a relative gap to the least bytes that will do.
+        cutoff_bytes: None as soon as a bound proves that no choice needs so little.
 
     Raises:
         ValueError: the problem has no moment.
@@ -49,25 +66,32 @@ def minimise_memory(problem: Problem, *, time_limit_s: float | None = None) -> L
     if not problem.moments:
         raise ValueError(f"{problem.name} has no memory moment: there is nothing to minimise")
     check_problem(problem)
-    reduction = reduce_problem(without_times(problem), keep_moments=True)
+    timed = math.isfinite(within_us)
+    reduction = reduce_problem(problem if timed else without_times(problem), keep_moments=True)
     if reduction is None:
         return None
-    model = build_model(reduction.problem, least_memory=True)
-    answer = highs.solve_lp(model.linear, time_limit_s=time_limit_s)
+    model = build_model(reduction.problem, least_memory=True, within_us=within_us)
+    unit = max(model.moment_scale)
+    # A gap is relative to the bytes themselves: as far as all moments have one limit, that is the excess and the limit.
+    offset = max(m.limit_bytes for m in problem.moments) / unit
+    linear = replace(model.linear, offset=offset)
+    answer = highs.solve_lp(linear, time_limit_s=time_limit_s)
     if answer.point is None or not choice_of(model, answer.point)[1]:
-        if answer.status is LinearStatus.INFEASIBLE:
+        if answer.status is LinearStatus.INFEASIBLE or answer.bound * unit > cutoff_bytes * (1 + TOLERANCE):
             return None
-        answer = highs.solve_mip(model.linear, time_limit_s=time_limit_s)
+        answer = highs.solve_mip(linear, time_limit_s=time_limit_s, gap=gap)
     if answer.point is None:
         return None
     choice = reduction.lift(choice_of(model, answer.point)[0])
     used = evaluate(problem, choice).used_bytes
     excess = [u - m.limit_bytes for u, m in zip(used, problem.moments, strict=True)]
     moment = int(np.argmax(excess))
-    _check_excess(problem, answer.objective * max(model.moment_scale), excess[moment])
+    if answer.status is LinearStatus.OPTIMAL:
+        _check_excess(problem, (answer.objective - offset) * unit, excess[moment])
+    near = answer.bound >= answer.objective - TOLERANCE * (1 + abs(answer.objective))
     return LeastMemory(
         choice=choice, moment=moment, needed_bytes=used[moment], excess_bytes=excess[moment],
-        proven=answer.status is LinearStatus.OPTIMAL,
+        proven=answer.status is LinearStatus.OPTIMAL and near,
     )  # fmt: skip
 
 

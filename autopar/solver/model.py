@@ -8,6 +8,7 @@
     minimise Σ c·x + Σ r[t,p,q]·g[t,p,q]                                         _add_choices, _pay
     h_g >= H_g - K_g,  h_g >= 0                                                  _add_groups
     Σ bytes·x + Σ bytes·u + fixed <= limit,  u[t,q] >= wants[t,k,q]              _add_moments
+    Σ c·x + Σ r·g + Σ h <= a time, where memory is what is minimised             add_time_limit
 
 Nothing is written that is not needed. A conversion that costs nothing has no g; with one consumer (or one consumer that
 can want q) f itself carries the price; an infinite conversion has no variable. If the producer gives one layout,
@@ -66,11 +67,12 @@ class ProblemModel:
     excess_column: int = -1
 
 
-def build_model(problem: Problem, *, least_memory: bool = False) -> ProblemModel:
+def build_model(problem: Problem, *, least_memory: bool = False, within_us: float = math.inf) -> ProblemModel:
     """Write `problem` as arrays.
 
     With `least_memory` the objective is one column e, in units of `moment_scale`, with
-    Σ bytes·x + Σ bytes·u + fixed - e <= limit at every moment: the excess over the limits. Times are left out.
+    Σ bytes·x + Σ bytes·u + fixed - e <= limit at every moment: the excess over the limits. Of times it is only asked
+    that they are `within_us` together.
     """
     work = _Work(problem)
     work.add_choices()
@@ -78,6 +80,8 @@ def build_model(problem: Problem, *, least_memory: bool = False) -> ProblemModel
     for index in range(len(problem.values)):
         work.add_value(index)
     work.add_moments(least_memory=least_memory)
+    if within_us < math.inf:
+        work.add_time_limit(within_us)
     return work.finish(least_memory=least_memory)
 
 
@@ -158,6 +162,14 @@ class _Work:
             group_columns=self.group_columns, moment_rows=tuple(self.moment_rows),
             moment_scale=tuple(self.moment_scale), excess_column=self.excess_column,
         )  # fmt: skip
+
+    def add_time_limit(self, within_us: float) -> None:
+        """Σ c·x + Σ r·g + Σ h <= the time left, in units of that limit."""
+        cost = self.builder.cost()
+        columns = np.flatnonzero(cost)
+        scale = within_us or 1.0
+        row = self.builder.add_rows(1, -math.inf, (within_us - self.problem.fixed_us) / scale)
+        self.builder.add_entries(np.full(len(columns), row[0]), columns, cost[columns] / scale)
 
     def add_choices(self) -> None:
         """Binary x[o,s], Σ_s x[o,s] = 1, cost Σ c·x."""

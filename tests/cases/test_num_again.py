@@ -41,7 +41,7 @@ def run_again(plan: Plan) -> list[str]:
 
 def least(graph: CapturedGraph, ranks: int, pins: dict[str, Any], precision: Precision = "fp64") -> Plan:
     """The plan that needs least memory between forward and backward: in models this small the update needs more."""
-    options = Options(pins=pins, precision=precision, objective="memory")
+    options = Options(pins=pins, precision=precision, objective="memory", memory_slack=None)
     task = Task.of(graph, load_cluster(f"rtx3090:{ranks}"), options)
     found = []
     for mesh in mesh_candidates(task.cluster, options):
@@ -90,7 +90,9 @@ def test_num15_training_with_dropout_that_is_drawn_again(ranks: int, name: str, 
     model, inputs = (Deep(), (unequal(12, 6, 12),)) if name == "deep" else (Attending(), words())
     graph = captured(model, inputs)
     for strategy in strategies(ranks) if every else QUICK[ranks]:
-        plan, report = compared(model, inputs, ranks, pins=strategies(ranks)[strategy], graph=graph, objective="memory")
+        plan, report = compared(
+            model, inputs, ranks, pins=strategies(ranks)[strategy], graph=graph, objective="memory", memory_slack=None
+        )
         assert report.ok, f"{strategy} on {ranks} ranks: {report}"
         assert any("dropout" in key for key in run_again(plan)), (strategy, run_again(plan))
 
@@ -153,7 +155,7 @@ def test_num18_recomputed_masks_are_the_forwards(ranks: int, pins: dict[str, Any
         later.backward()
         return found | {f"later {n}": g for n, g in whole_gradients(module, shapes).items()}
 
-    options = Options(pins=pins, precision="fp64", objective="memory", allow=())
+    options = Options(pins=pins, precision="fp64", objective="memory", memory_slack=None, allow=())
     keeps = api.plan_captured(graph, load_cluster(f"rtx3090:{ranks}"), options=options)
     assert not run_again(keeps)
     (wanted, *_), again = on_ranks(graph, keeps, model, work), on_ranks(graph, plan, model, work)

@@ -166,7 +166,7 @@ def test_use_05_binding_constraint() -> None:
 
 def _half_way(plan: autopar.Plan) -> int:
     """A limit between what the fastest and the smallest plan need."""
-    least = search(2, pins={"dp": 2}, objective="memory")
+    least = search(2, pins={"dp": 2}, objective="memory", memory_slack=None)
     return (plan.solver.memory_bytes + least.solver.memory_bytes) // 2
 
 

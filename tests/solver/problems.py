@@ -25,14 +25,14 @@ def brute_force(problem: Problem) -> float:
     return min((p.objective_us for p in priced if p.feasible), default=math.inf)
 
 
-def least_excess(problem: Problem) -> float:
-    """Smallest max over moments of used - limit, over choices of finite time; inf if there is none."""
+def least_excess(problem: Problem, within_us: float = math.inf) -> float:
+    """Smallest max over moments of used - limit, over choices of finite time or within a time; inf if none."""
     priced = (evaluate(problem, c) for c in all_choices(problem))
     return min(
         (
             max(u - m.limit_bytes for u, m in zip(p.used_bytes, problem.moments, strict=True))
             for p in priced
-            if math.isfinite(p.objective_us)
+            if math.isfinite(p.objective_us) and p.objective_us <= within_us
         ),
         default=math.inf,
     )

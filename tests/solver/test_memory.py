@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopar.ir.problem import Moment, NodeBytes, Problem, ProblemNode, evaluate
 from autopar.ir.solution import Status
 from autopar.solver import largest_terms, minimise_memory, solve
-from tests.solver.problems import least_excess, random_problem
+from tests.solver.problems import brute_force, least_excess, random_problem
 
 
 def raised(problem: Problem, excess: int) -> Problem:
@@ -36,6 +36,39 @@ def test_least_memory_is_exact(seed: int) -> None:
     assert evaluate(problem, least.choice).used_bytes[least.moment] == least.needed_bytes
     assert solve(raised(problem, least.excess_bytes)).status is Status.OPTIMAL
     assert solve(raised(problem, least.excess_bytes - 1)).status is Status.INFEASIBLE
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.integers(min_value=0, max_value=10**6), st.sampled_from([0.0, 0.05, 0.3, 1.0]))
+def test_least_memory_within_a_time_is_exact(seed: int, slack: float) -> None:
+    problem = random_problem(seed)
+    fastest = brute_force(replace(problem, moments=()))
+    if not problem.moments or math.isinf(fastest):
+        return
+    within = fastest * (1 + slack)
+    wanted, least = least_excess(problem, within * (1 + 1e-9)), minimise_memory(problem, within_us=within)
+    assert least is not None and least.proven and least.excess_bytes == wanted
+    assert evaluate(problem, least.choice).objective_us <= within * (1 + 1e-6)
+    if least_excess(problem) < wanted:  # a smaller one takes longer
+        shorter = minimise_memory(problem)
+        assert shorter is not None and evaluate(problem, shorter.choice).objective_us > within
+    if fastest:
+        assert minimise_memory(problem, within_us=fastest * 0.9) is None
+
+
+def test_what_needs_more_than_is_known_is_not_looked_for() -> None:
+    found = 0
+    for seed in range(200):
+        problem = random_problem(seed)
+        least = minimise_memory(problem) if problem.moments else None
+        if least is None or len({m.limit_bytes for m in problem.moments}) > 1 or not least.needed_bytes:
+            continue
+        same = minimise_memory(problem, cutoff_bytes=least.needed_bytes)
+        assert same is not None and same.needed_bytes == least.needed_bytes
+        less = minimise_memory(problem, cutoff_bytes=least.needed_bytes / 2)
+        assert less is None or less.needed_bytes == least.needed_bytes  # only a bound can stop it
+        found += less is None
+    assert found >= 3
 
 
 def test_infeasible_says_what_would_do() -> None:
