@@ -10,6 +10,7 @@ from autopar import codegen, sharding
 from autopar.cost_model.answer import make_plan, with_memory
 from autopar.cost_model.build import Priced, build_problem
 from autopar.cost_model.emitted import as_emitted
+from autopar.cost_model.ends import Ends
 from autopar.cost_model.live import ROUND, ROUND_CPU, program_memory
 from autopar.cost_model.prices import MeshPrices, model_flops
 from autopar.cost_model.wiring import Wiring, wire
@@ -39,6 +40,7 @@ class Task:
     cluster: ClusterSpec
     options: Options
     wiring: Wiring
+    ends: Ends
     rules: sharding.RuleCache
     within_us: float = math.inf
 
@@ -47,7 +49,8 @@ class Task:
         cls, captured: CapturedGraph, cluster: ClusterSpec, options: Options, rules: sharding.RuleCache | None = None
     ) -> Task:
         """With the parts that are the same for every mesh. `rules` keeps answers about ops for another search."""
-        return cls(captured, cluster, options, wire(captured), rules or sharding.RuleCache())
+        wiring = wire(captured)
+        return cls(captured, cluster, options, wiring, Ends.of(captured, wiring), rules or sharding.RuleCache())
 
     def pinned(self, pins: Mapping[str, str | int]) -> Task:
         """The same task under these pins alone."""

@@ -202,15 +202,14 @@ def _layouts(
     outputs: dict[str, dict[str, str]] = {g.name: {} for g in captured.graphs}
     targets = {(g.name, i.value.name): f"{i.kind.value}:{i.target}" for g in captured.graphs for i in g.inputs}
     nodes = priced.problem.nodes[: len(picks)]
-    for index, (slot, pick, node, choice) in enumerate(zip(priced.wiring.slots, picks, nodes, chosen, strict=False)):
+    for slot, pick, node, choice in zip(priced.wiring.slots, picks, nodes, chosen, strict=False):
         if isinstance(pick, Strategy):
             assert slot.node is not None
             strategies[slot.graph][slot.node.key] = PlanStrategy(
                 inputs=[str(x) for x in pick.inputs],
                 outputs=["" if x is None else str(x) for x in pick.outputs],
                 tags=list(pick.tags),
-                us=node.cost_us[choice]
-                / (slot.count * (priced.load.once if index in priced.lasting else priced.load.runs)),
+                us=node.cost_us[choice] / slot.count,
             )
         elif slot.kind is SlotKind.INPUT:
             inputs[slot.graph][targets[(slot.graph, slot.name)]] = str(pick)
@@ -237,8 +236,7 @@ def _conversions(captured: CapturedGraph, priced: Priced, choice: tuple[int, ...
             steps = plan_reshard(before, after)
             assert steps is not None
             runs = 1 if when is When.ONCE else priced.load.micro_batches
-            times = priced.load.once if when is When.ONCE else priced.load.runs
-            each = value.reshard_us[p][q] / (wire.count * times)
+            each = value.reshard_us[p][q] / wire.count
             parts = prices.steps_us(wire.meta, before, after, stays(priced.wiring, wire))
             for graph, name in wire.names:
                 found.append(

@@ -1,8 +1,8 @@
 """Strategies and a cluster -> the problem as plain numbers, with the way back.
 
 Every choice of a slot becomes a strategy of a problem node; every wire a value whose conversions are priced by the same
-planner that code generation emits. Counts of tied blocks are folded into every number.
-What memory that takes, and when, is in `moments`.
+planner that code generation emits. Counts of tied blocks are folded into every number; how often a step pays for them
+is not, where it runs in micro-batches (`cost_model.pipeline`). What memory that takes, and when, is in `moments`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from autopar.cost_model.context import Choices, Context, Prices, trainable
-from autopar.cost_model.ends import Ends
 from autopar.cost_model.lasting import (
     HeldNode,
     HeldPart,
@@ -28,7 +27,7 @@ from autopar.cost_model.wiring import Reader, Slot, SlotKind, Wire, Wiring, stay
 from autopar.errors import CompilerError
 from autopar.ir.graph import CapturedGraph, Phase
 from autopar.ir.layout import Layout
-from autopar.ir.load import WHOLE, Load
+from autopar.ir.load import Load
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import RECOMPUTE, Options
 from autopar.ir.problem import INFINITY, Consumer, Problem, ProblemNode, ProblemValue
@@ -56,11 +55,13 @@ class Priced:
         held: choices about what stays for all micro-batches of a step (`cost_model.lasting`).
         when: per problem value, when its conversions are paid.
         lasting: slots that run once a step.
+        pieces: the mesh that cuts a tensor as small as a rank's piece of one micro-batch; without those, `mesh`.
     """
 
     problem: Problem
     wiring: Wiring
     mesh: Mesh
+    pieces: Mesh
     options: Choices
     compute_us: tuple[tuple[float, ...], ...]
     layouts: tuple[tuple[Layout | None, ...], ...]
@@ -81,31 +82,33 @@ def build_problem(
     options: Options,
     limit_bytes: int,
     *,
-    load: Load = WHOLE,
+    load: Load | None = None,
     mesh: Mesh | None = None,
     once_prices: Prices | None = None,
     emitted: bool = False,
 ) -> Priced:
     """The problem of one mesh. Raises CompilerError where the table lacks a slot.
 
-    `load` says how the step runs on it. With micro-batches `table` is of a mesh whose `dp` is as many times longer as
-    there are of them (a rank's piece of one micro-batch is what so many ranks would have of the whole batch); `mesh` is
-    that of the devices, and `once_prices` are the prices on it. `emitted`: a program is made of the answer as it is, so
-    that memory is counted to the end of the step, with what callers hold.
+    `load` says how the step runs on it; None: as one program. With stages or micro-batches nothing is weighed and no
+    moment is held against the limit: `cost_model.pipeline` says where everything belongs. `table` is then of a mesh
+    whose `dp` is as many times longer as there are micro-batches (a rank's piece of one is what so many ranks would
+    have of the whole batch); `mesh` is that of the devices, and `once_prices` are the prices on it. `emitted`: a
+    program is made of the answer as it is, so that memory is counted to the end of the step, with what callers hold.
     """
     metas = {g.name: {name: v.meta for name, v in g.values().items()} for g in captured.graphs}
-    lasting = lasting_slots(wiring) if load != WHOLE else frozenset[int]()
+    lasting = lasting_slots(wiring) if load else frozenset[int]()
     context = Context(
-        captured, table, prices, options, metas, {}, load, mesh or table.mesh, Ends.of(captured, wiring), lasting,
-        lasting_wires(wiring, lasting) | frozenset(gradient_wires(wiring) if load != WHOLE else ()),
+        captured, table, prices, options, metas, {}, mesh or table.mesh, lasting,
+        lasting_wires(wiring, lasting) | frozenset(gradient_wires(wiring) if load else ()),
         once_prices or prices, frozenset(i for i, w in enumerate(wiring.wires) if stays(wiring, w)),
     )  # fmt: skip
     choices = tuple(_options(slot, context) for slot in wiring.slots)
     priced = [_node(i, slot, picks, context) for i, (slot, picks) in enumerate(zip(wiring.slots, choices, strict=True))]
     values, layouts = [], []
     waiting = waiting_sums(wiring, choices)
-    part = _later(wiring, choices, priced, context) if RECOMPUTE in options.allow else LaterPart()
-    held = _held(wiring, choices, part, context) if load != WHOLE else HeldPart()
+    chosen = load is not None or RECOMPUTE in options.allow
+    part = _later(wiring, choices, priced, context) if chosen else LaterPart()
+    held = _held(wiring, choices, part, context) if load else HeldPart()
     kept = {c.wire for c in part.choices}
     for index, wire in enumerate(wiring.wires):
         gone = held.through.get(index, frozenset[int]())
@@ -115,13 +118,13 @@ def build_problem(
         value, names = _value(index, wire, readers, asked, choices, context, waits=index in waiting)
         values.append(value)
         layouts.append(names)
-    saved = () if RECOMPUTE in options.allow else kept_versions(wiring, tuple(layouts), context)
-    whole = whole_bytes(captured, wiring, choices, saved, held, context)
-    moments = moments_of(captured, wiring, whole, part.choices, context, limit_bytes)
+    saved = () if chosen else kept_versions(wiring, tuple(layouts), context)
+    whole = whole_bytes(wiring, choices, saved, held, context)
+    moments = moments_of(wiring, whole, part.choices, context, limit_bytes) if load is None else ()
     if moments and emitted:
         moments = to_the_end(wiring, choices, whole, moments, context)
     problem = Problem(
-        name=f"{captured.model_name} on {context.mesh}" + (f" ({load})" if load != WHOLE else ""),
+        name=f"{captured.model_name} on {context.mesh}" + (f" ({load})" if load else ""),
         nodes=(*(node for node, _ in priced), *part.nodes, *held.nodes),
         values=(*values, *part.values, *held.values),
         moments=moments,
@@ -132,12 +135,12 @@ def build_problem(
     added |= {v.value: (v.wire, v.layouts, When.ONCE if v.once else When(v.phase.value)) for v in held.read}
     more = [added.get(i, (None, (), When.BACKWARD)) for i in range(len(values), len(problem.values))]
     return Priced(
-        problem, wiring, context.mesh, choices, tuple(compute for _, compute in priced),
+        problem, wiring, context.mesh, table.mesh, choices, tuple(compute for _, compute in priced),
         (*layouts, *(names for _, names, _ in more)),
         (*range(len(values)), *(wire for wire, _, _ in more)),
         part.choices, held.choices,
         (*(_when(i, w, context) for i, w in enumerate(wiring.wires)), *(when for _, _, when in more)),
-        lasting, load, whole,
+        lasting, load or Load(), whole,
     )  # fmt: skip
 
 
@@ -184,7 +187,8 @@ def _later(
         kept_bytes=lambda i, q: made(i, q) * wires[i].saved_count,
         made_bytes=made,
     )
-    return add_later(wiring, choices, late, prices, context.lasting_wires)
+    again = RECOMPUTE in context.options.allow
+    return add_later(wiring, choices, late, prices, context.lasting_wires, again=again)
 
 
 def _options(slot: Slot, context: Context) -> tuple[Strategy, ...] | tuple[Layout, ...]:
@@ -234,7 +238,6 @@ def _op_costs(
     metas = [context.metas[slot.graph][ref] for ref in node.refs]
     compute, inner = [], []
     piece = context.stored if index in context.lasting else context.piece
-    weight = slot.count * context.weight(index)
     for pick in picks:
         assert isinstance(pick, Strategy)
         ins = tuple(piece(m, layout) for m, layout in zip(metas, pick.inputs, strict=True))
@@ -243,8 +246,8 @@ def _op_costs(
             for out, layout in zip(node.outputs, pick.outputs, strict=True)
         )
         work, communication = context.prices.op_us(node, pick, ins, outs)
-        compute.append(work * weight)
-        inner.append(communication * weight)
+        compute.append(work * slot.count)
+        inner.append(communication * slot.count)
     return tuple(compute), tuple(inner)
 
 
@@ -257,7 +260,7 @@ def _update_costs(slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], 
     for pick in picks:
         assert isinstance(pick, Layout)
         piece = context.stored(slot.meta, pick)
-        costs.append(slot.count * context.load.once * context.prices.optimizer_us(piece.numel, piece.dtype, state))
+        costs.append(slot.count * context.prices.optimizer_us(piece.numel, piece.dtype, state))
     return tuple(costs)
 
 

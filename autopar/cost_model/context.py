@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from autopar.cost_model.ends import Ends
 from autopar.cost_model.wiring import Slot, Wire
 from autopar.ir.graph import CapturedGraph, Node, TensorMeta
 from autopar.ir.layout import Layout, local_shape
-from autopar.ir.load import Load
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
 from autopar.ir.strategy import Strategy, StrategyTable
@@ -64,24 +62,17 @@ class Context:
     options: Options
     metas: Mapping[str, Mapping[str, TensorMeta]]
     pieces: dict[tuple[TensorMeta, Layout], TensorMeta]
-    load: Load
     mesh: Mesh
-    ends: Ends
     lasting: frozenset[int]
     lasting_wires: frozenset[int]
     once_prices: Prices
     stays: frozenset[int]
 
-    def weight(self, slot: int) -> float:
-        """How often a step pays for an op, as `Load` weighs it."""
-        return self.load.once if slot in self.lasting else self.load.runs
-
     def convert_us(self, index: int, wire: Wire, before: Layout, after: Layout, *, once: bool) -> float:
         """A conversion of all instances. What micro-batches don't cut is priced on the devices' own mesh."""
         lasts = index in self.lasting_wires or once
         prices = self.once_prices if lasts else self.prices
-        price = prices.reshard_us(wire.meta, before, after, index in self.stays)
-        return price * wire.count * (self.load.once if once else self.load.runs)
+        return prices.reshard_us(wire.meta, before, after, index in self.stays) * wire.count
 
     def piece(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
         """Local meta of the device with the largest piece."""

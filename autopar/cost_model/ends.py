@@ -8,22 +8,18 @@ ends read (a tied embedding) is on both.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from autopar.cost_model.wiring import SlotKind, Wiring
 from autopar.ir.graph import CapturedGraph, Node, Phase
-from autopar.ir.load import Load
 
 FIRST, BLOCKS, LAST = "first", "blocks", "last"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Ends:
     """Of each slot the parts that it belongs to."""
 
-    wiring: Wiring
     parts: tuple[frozenset[str], ...]
-    instances: int
 
     @classmethod
     def of(cls, captured: CapturedGraph, wiring: Wiring) -> Ends:
@@ -41,51 +37,7 @@ class Ends:
             maker = wiring.slots[wire.producer]
             if maker.graph == captured.top.name and maker.kind in (SlotKind.INPUT, SlotKind.STORAGE):
                 parts[wire.producer] |= {p for r in wire.readers for p in parts[r.slot]}
-        instances = sum(n.op == "autopar.block" for n in captured.top.nodes)
-        return cls(wiring, tuple(frozenset(p or {LAST}) for p in parts), instances)
-
-    def stages(self, load: Load) -> tuple[tuple[int, str], ...]:
-        """The stages whose memory is limited, and how they are called: the first, which keeps most, and the last."""
-        if load.stages == 1:
-            return ((0, ""),)
-        return ((0, " of the first stage"), (load.stages - 1, " of the last stage"))
-
-    def part(self, load: Load, stage: int) -> Part:
-        """What one stage holds."""
-        return Part(self, load, stage)
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one stage holds: of the blocks the share of an even cut."""
-
-    ends: Ends
-    load: Load
-    stage: int
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        here = {BLOCKS}
-        if self.stage == 0:
-            here.add(FIRST)
-        if self.stage == self.load.stages - 1:
-            here.add(LAST)
-        return frozenset(here)
-
-    def holds(self, slot: int) -> bool:
-        """True if some of the slot is on this stage."""
-        return bool(self.ends.parts[slot] & self.names)
-
-    def share(self, sizes: tuple[int, ...], slot: int, *, waits: bool) -> tuple[int, ...]:
-        """Of the bytes of all of a slot's instances those on this stage; `waits`: of every micro-batch in flight."""
-        if not self.holds(slot):
-            return (0,) * len(sizes)
-        flying = min(self.load.stages - self.stage, self.load.micro_batches) if waits else 1
-        if self.ends.parts[slot] != {BLOCKS} or self.load.stages == 1:
-            return tuple(size * flying for size in sizes)
-        total = max(1, self.ends.instances)
-        held = -(-total // self.load.stages)
-        return tuple(-(-size * flying * held // total) for size in sizes)
+        return cls(tuple(frozenset(p or {LAST}) for p in parts))
 
 
 def _part_of_top(nodes: tuple[Node, ...]) -> dict[str, str]:

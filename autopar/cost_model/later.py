@@ -112,26 +112,21 @@ class LaterPrices:
     made_bytes: Callable[[int, Layout], int]
 
 
-def _can_run_again(wiring: Wiring, wire: Wire) -> bool:
-    """True of what a captured forward op makes for readers in its own graph."""
-    slot = wiring.slots[wire.producer]
-    if slot.kind is not SlotKind.OP or slot.node is None or slot.node.phase is not Phase.FORWARD:
-        return False
-    return slot.node.op != REGION and wire.names[0][0] == slot.graph
-
-
 def add_later(
     wiring: Wiring,
     choices: Choices,
     late: Mapping[int, tuple[int, ...]],
     prices: LaterPrices,
     lasting: frozenset[int] = frozenset(),
+    *,
+    again: bool = True,
 ) -> LaterPart:
     """The nodes and values behind those of the wiring. `late`: per wire, positions of its readers in the backward.
 
-    `lasting`: wires whose tensors are there all through the step; what is asked of them is only named.
+    `lasting`: wires whose tensors are there all through the step; what is asked of them is only named. `again`: tensors
+    may be made again; else all that is asked for is kept.
     """
-    return _Builder(wiring, choices, late, prices, _wire_of_name(wiring), lasting).build()
+    return _Builder(wiring, choices, late, prices, _wire_of_name(wiring), lasting, again).build()
 
 
 def _wire_of_name(wiring: Wiring) -> dict[tuple[str, str], int]:
@@ -152,6 +147,7 @@ class _Builder:
     prices: LaterPrices
     wire_of: Mapping[tuple[str, str], int]
     lasting: frozenset[int]
+    again: bool
     nodes: list[ProblemNode] = field(default_factory=list)
     values: list[ProblemValue] = field(default_factory=list)
     found: list[LaterNode] = field(default_factory=list)
@@ -165,7 +161,7 @@ class _Builder:
         for index in wires:
             by_slot.setdefault(self.wiring.wires[index].producer, []).append(index)
         for slot, mine in by_slot.items():
-            again = [i for i in mine if _can_run_again(self.wiring, self.wiring.wires[i])]
+            again = [i for i in mine if self._can_run_again(self.wiring.wires[i])]
             runner = self._runner(slot) if len(again) > 1 else None
             for index in mine:
                 self._tensor(slot, index, runner, again=index in again)
@@ -192,7 +188,7 @@ class _Builder:
         todo = list(found)
         while todo:
             wire = self.wiring.wires[todo.pop()]
-            if not _can_run_again(self.wiring, wire):
+            if not self._can_run_again(wire):
                 continue
             slot = self.wiring.slots[wire.producer]
             assert slot.node is not None
@@ -201,6 +197,13 @@ class _Builder:
                     found.add(index)
                     todo.append(index)
         return tuple(sorted(found))
+
+    def _can_run_again(self, wire: Wire) -> bool:
+        """True of what a captured forward op makes for readers in its own graph."""
+        slot = self.wiring.slots[wire.producer]
+        if slot.kind is not SlotKind.OP or slot.node is None or slot.node.phase is not Phase.FORWARD:
+            return False
+        return self.again and slot.node.op != REGION and wire.names[0][0] == slot.graph
 
     def _add(self, name: str, slot: int, wire: int | None, choices: tuple[Later, ...], cost: Sequence[float]) -> int:
         node = len(self.wiring.slots) + len(self.nodes)

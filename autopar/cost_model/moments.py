@@ -22,7 +22,7 @@ from autopar.ir.problem import Moment, NodeBytes, VersionBytes
 from autopar.ir.strategy import Strategy
 
 WORKING_SETS = 3
-"""How many of the largest ops get a memory moment of their own."""
+"""How many of the largest ops get a memory moment of their own, of each graph where stages hold some of them."""
 
 
 PARAMETERS, GRADIENTS, OPTIMIZER, COPIES = "parameters", "gradients", "optimizer", "weights as read"
@@ -59,7 +59,6 @@ class WholeBytes:
 
 
 def whole_bytes(
-    captured: CapturedGraph,
     wiring: Wiring,
     choices: Choices,
     saved: tuple[VersionBytes, ...],
@@ -68,11 +67,9 @@ def whole_bytes(
 ) -> WholeBytes:
     """What the moments are made of; `saved`: what waits for the backward, where no choice says what does."""
     storage = [i for i, s in enumerate(wiring.slots) if s.kind is SlotKind.STORAGE]
-    largest = sorted(
-        (-_op_bytes(s.node, context, s.graph), i)
-        for i, s in enumerate(wiring.slots)
-        if s.kind is SlotKind.OP and s.node
-    )[:WORKING_SETS]
+    names = [g.name for g in context.captured.graphs]
+    together = [{name} for name in names] if held.nodes else [set(names)]  # stages hold some graphs each
+    largest = [i for graphs in together for i in _largest_ops(wiring, graphs, context)]
     return WholeBytes(
         resident=(
             *(state for i in storage for state in _state_bytes(i, choices[i], context, wiring)),
@@ -80,47 +77,40 @@ def whole_bytes(
         ),
         saved=saved,
         working=tuple(
-            (i, tuple(working_bytes(wiring.slots[i], pick, context) for pick in choices[i])) for _, i in largest
+            (i, tuple(working_bytes(wiring.slots[i], pick, context) for pick in choices[i])) for i in largest
         ),
     )
 
 
+def _largest_ops(wiring: Wiring, graphs: set[str], context: Context) -> list[int]:
+    """Slots of the ops of these graphs that work on most bytes."""
+    found = sorted(
+        (-_op_bytes(s.node, context, s.graph), i)
+        for i, s in enumerate(wiring.slots)
+        if s.kind is SlotKind.OP and s.node and s.graph in graphs
+    )
+    return [i for _, i in found[:WORKING_SETS]]
+
+
 def moments_of(
-    captured: CapturedGraph,
-    wiring: Wiring,
-    whole: WholeBytes,
-    later: tuple[LaterNode, ...],
-    context: Context,
-    limit_bytes: int,
+    wiring: Wiring, whole: WholeBytes, later: tuple[LaterNode, ...], context: Context, limit_bytes: int
 ) -> tuple[Moment, ...]:
-    """The end of the forward on each stage whose memory is limited, with the working set of one of the largest ops."""
+    """The end of the forward, with the working set of one of the largest ops."""
     if limit_bytes <= 0 or math.isinf(limit_bytes):
         return ()
-    found = []
-    for stage, where in context.ends.stages(context.load):
-        part = context.ends.part(context.load, stage)
-        held = [
-            NodeBytes(node=node, bytes=part.share(sizes, slot, waits=False))
-            for node, slot, sizes in whole.resident_by_node()
-        ]
-        for kept in later:
-            if any(kept.kept_bytes) or any(kept.made_bytes):
-                sizes = part.share(kept.kept_bytes, kept.slot, waits=True)
-                made = kept.made_bytes if part.holds(kept.slot) else (0,) * len(sizes)
-                held.append(NodeBytes(node=kept.node, bytes=tuple(k + m for k, m in zip(sizes, made, strict=True))))
-        versions = tuple(
-            replace(v, bytes=part.share(v.bytes, wiring.wires[v.value].producer, waits=True)) for v in whole.saved
-        )
-        base = Moment(
-            name=f"end of forward{where}", limit_bytes=limit_bytes, fixed_bytes=fixed_bytes(captured, wiring),
-            nodes=tuple(held), versions=versions,
-        )  # fmt: skip
-        working = [(i, sizes) for i, sizes in whole.working if part.holds(i)]
-        found += [
-            replace(base, name=f"at {wiring.slots[i].name}{where}", nodes=(*held, NodeBytes(node=i, bytes=sizes)))
-            for i, sizes in working
-        ] or [base]
-    return tuple(found)
+    held = [NodeBytes(node=node, bytes=sizes) for node, _, sizes in whole.resident_by_node()]
+    for kept in later:
+        if any(kept.kept_bytes) or any(kept.made_bytes):
+            sizes = tuple(k + m for k, m in zip(kept.kept_bytes, kept.made_bytes, strict=True))
+            held.append(NodeBytes(node=kept.node, bytes=sizes))
+    base = Moment(
+        name="end of forward", limit_bytes=limit_bytes, fixed_bytes=fixed_bytes(context.captured, wiring),
+        nodes=tuple(held), versions=whole.saved,
+    )  # fmt: skip
+    return tuple(
+        replace(base, name=f"at {wiring.slots[i].name}", nodes=(*held, NodeBytes(node=i, bytes=sizes)))
+        for i, sizes in whole.working
+    ) or (base,)
 
 
 def to_the_end(

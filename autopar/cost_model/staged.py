@@ -10,15 +10,16 @@ from functools import cached_property
 import msgspec
 
 from autopar.cost_model.answer import FLOPS_DTYPE, Written, common_path, parameters_of, tokens, whole_plan, written
-from autopar.cost_model.build import Priced, When
+from autopar.cost_model.build import Priced
 from autopar.cost_model.context import Prices
 from autopar.cost_model.ends import FIRST, LAST
 from autopar.cost_model.later import Mode
-from autopar.cost_model.pipeline import Amounts, Choice, Parts
 from autopar.cost_model.wiring import SlotKind
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.graph import CapturedGraph
 from autopar.ir.layout import Kind
 from autopar.ir.options import Options
+from autopar.ir.parts import Amount, Choice, PartedProblem, Sums, WholeSolution
 from autopar.ir.plan import (
     Plan,
     PlanParameter,
@@ -30,18 +31,40 @@ from autopar.ir.plan import (
 from autopar.ir.stages import Assignment, StageEvaluation, StageProblem, even_split
 from autopar.ir.strategy import Note
 
+TIMES = (Amount.FORWARD, Amount.BACKWARD, Amount.ONCE)
 NOT_RUN = "this version finds and prices plans with stages or micro-batches, and does not run them"
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A model on its stages. `choices[k]` is what columns named k mean."""
+    """A model on its stages."""
 
-    parts: Parts
-    choices: tuple[Choice, ...]
-    problem: StageProblem
-    assignment: Assignment
-    evaluation: StageEvaluation
+    captured: CapturedGraph
+    priced: Priced
+    parted: PartedProblem
+    solution: WholeSolution
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """`choices[k]` is what columns named k mean."""
+        return self.solution.choices
+
+    @property
+    def problem(self) -> StageProblem:
+        """What was left to decide about stages."""
+        return self.solution.problem
+
+    @property
+    def assignment(self) -> Assignment:
+        """Who runs what."""
+        assert self.solution.assignment.assignment is not None
+        return self.solution.assignment.assignment
+
+    @property
+    def evaluation(self) -> StageEvaluation:
+        """What that costs."""
+        assert self.solution.assignment.evaluation is not None
+        return self.solution.assignment.evaluation
 
     def held(self, stage: int) -> Iterator[tuple[str, int, int]]:
         """(part, choice, instances) of a stage."""
@@ -60,9 +83,21 @@ class Cut:
         return dict(found)
 
     @cached_property
-    def amounts(self) -> dict[int, dict[str, Amounts]]:
-        """Of each choice that is used, what every part costs under it."""
-        return {k: self.parts.amounts(self.choices[k]) for k in sorted({k for _, k in self.uses})}
+    def sums(self) -> dict[int, dict[str, Sums]]:
+        """Of each choice that is used, what every part takes under it, all instances together."""
+        return {
+            k: dict(zip(self.parted.parts, self.parted.sums(self.choices[k]), strict=True))
+            for k in sorted({k for _, k in self.uses})
+        }
+
+    def instances(self, part: str) -> int:
+        """How many of a part the model has."""
+        return self.parted.counts[self.parted.parts.index(part)]
+
+    @cached_property
+    def homes(self) -> tuple[tuple[str, ...], ...]:
+        """Of each node the parts that it is in."""
+        return tuple(tuple(self.parted.parts[p] for p in here) for here in self.parted.homes)
 
     @cached_property
     def names(self) -> dict[tuple[str, int], str]:
@@ -80,7 +115,7 @@ class Cut:
 
     def graph(self, part: str) -> str:
         """The graph that a part is of."""
-        return self.parts.captured.top.name if part in (FIRST, LAST) else part
+        return self.captured.top.name if part in (FIRST, LAST) else part
 
 
 def staged_plan(
@@ -88,7 +123,7 @@ def staged_plan(
     solver: PlanSolver,
 ) -> Plan:  # fmt: skip
     """The plan of a solved trial. `model_flops`: of a step, nothing recomputed."""
-    captured, priced, problem = cut.parts.captured, cut.parts.priced, cut.problem
+    captured, priced, problem = cut.captured, cut.priced, cut.problem
     main = cut.choices[max(cut.uses, key=lambda use: (cut.uses[use], -use[1]))[1]]
     stage_of = _stage_of_blocks(cut)
     picks = tuple(options_[i] for options_, i in zip(priced.options, main, strict=False))
@@ -112,7 +147,7 @@ def _schedule(problem: StageProblem) -> str:
 
 def _said(cut: Cut, prices: Prices) -> Written:
     """Layouts of every way to run each graph. Conversions are those of the instances that run so."""
-    whole = {k: written(cut.parts.captured, cut.parts.priced, cut.choices[k], prices) for k in cut.amounts}
+    whole = {k: written(cut.captured, cut.priced, cut.choices[k], prices) for k in cut.sums}
     said = Written(strategies={}, inputs={}, outputs={}, conversions=[], later={})
     for (part, k), name in cut.names.items():
         graph, own = cut.graph(part), whole[k]
@@ -124,7 +159,7 @@ def _said(cut: Cut, prices: Prices) -> Written:
         if graph in own.later:
             said.later[name] = own.later[graph]
         said.conversions.extend(
-            msgspec.structs.replace(c, graph=name, count=c.count // cut.parts.instances(part) * cut.uses[part, k])
+            msgspec.structs.replace(c, graph=name, count=c.count // cut.instances(part) * cut.uses[part, k])
             for c in own.conversions
             if c.graph == graph
         )
@@ -132,8 +167,8 @@ def _said(cut: Cut, prices: Prices) -> Written:
 
 
 def _stage(cut: Cut, stage: int) -> PlanStage:
-    captured = cut.parts.captured
-    devices = max(1, cut.parts.priced.mesh.size)
+    captured = cut.captured
+    devices = max(1, cut.priced.mesh.size)
     paths = {b.key: common_path(b.instances) for b in captured.blocks}
     blocks: Counter[str] = Counter()
     columns: Counter[str] = Counter()
@@ -154,8 +189,8 @@ def _stage(cut: Cut, stage: int) -> PlanStage:
 def _modes(cut: Cut, part: str, choice: Choice) -> Counter[Mode]:
     """Of one instance: tensors kept for the backward, and made again."""
     found: Counter[Mode] = Counter()
-    for chosen in cut.parts.priced.later:
-        if chosen.wire is not None and part in cut.parts.homes[chosen.slot][:1]:
+    for chosen in cut.priced.later:
+        if chosen.wire is not None and part in cut.homes[chosen.slot][:1]:
             found[chosen.choices[choice[chosen.node]].mode] += 1
     return found
 
@@ -165,8 +200,8 @@ def _stage_of_blocks(cut: Cut) -> dict[str, int]:
     problem, stages = cut.problem, len(cut.problem.stages)
     cuts = cut.assignment.cuts if problem.chunks == 1 else even_split(problem)
     assert cuts is not None
-    calls = [n.block for n in cut.parts.captured.top.nodes if n.op == "autopar.block" and n.block is not None]
-    at = {b.key: iter(b.instances) for b in cut.parts.captured.blocks}
+    calls = [n.block for n in cut.captured.top.nodes if n.op == "autopar.block" and n.block is not None]
+    at = {b.key: iter(b.instances) for b in cut.captured.blocks}
     ordered = [next(at[c.key]) for c in calls]
     found, place = {}, 0
     for part, held in enumerate(cuts):
@@ -179,11 +214,11 @@ def _stage_of_blocks(cut: Cut) -> dict[str, int]:
 
 def _on_stage(found: PlanParameter, name: str, stage_of: dict[str, int], cut: Cut, choice: Choice) -> PlanParameter:
     """Its stage, and its layout in words: what stays whole between micro-batches is ZeRO-1 or 2."""
-    priced = cut.parts.priced
+    priced = cut.priced
     slot = priced.wiring.storage_of.get(name)
     stage = next((s for path, s in stage_of.items() if name.startswith(f"{path}.")), None)
     if stage is None:
-        homes = cut.parts.homes[slot] if slot is not None else (LAST,)
+        homes = cut.homes[slot] if slot is not None else (LAST,)
         stage = 0 if FIRST in homes else len(cut.problem.stages) - 1
     role = found.role
     if slot is not None and "ZeRO-3" in role:
@@ -218,9 +253,10 @@ def _predicted(cut: Cut, cluster: ClusterSpec, options: Options, model_flops: fl
     fullest = max(range(len(problem.stages)), key=lambda s: evaluation.used_bytes[s])
     spent: defaultdict[str, float] = defaultdict(float)
     for part, k, n in cut.held(slowest):
-        for (when, kind), us in cut.amounts[k][part].us.items():
-            times = 1 if when is When.ONCE else problem.micro_batches
-            spent[kind] += us * n / cut.parts.instances(part) * times * problem.stages[slowest].speed
+        for (amount, kind), us in cut.sums[k][part].items():
+            if amount in TIMES:
+                times = 1 if amount is Amount.ONCE else problem.micro_batches
+                spent[kind] += us * n / cut.instances(part) * times * problem.stages[slowest].speed
     spent["between stages"] = problem.micro_batches * problem.exposed_us(slowest)
     spent["bubble"] = max(0.0, step - sum(spent.values()))
     memory = _memory(cut, fullest)
@@ -228,7 +264,7 @@ def _predicted(cut: Cut, cluster: ClusterSpec, options: Options, model_flops: fl
     available = peak * step / 1e6
     return PlanPrediction(
         step_time_us=step,
-        tokens_per_s=tokens(cut.parts.captured) / step * 1e6 if step else 0.0,
+        tokens_per_s=tokens(cut.captured) / step * 1e6 if step else 0.0,
         mfu=model_flops / available if available else 0.0,
         peak_memory_bytes=evaluation.peak_bytes,
         breakdown_us={kind: us for kind, us in spent.items() if us},
@@ -243,10 +279,12 @@ def _memory(cut: Cut, stage: int) -> dict[str, int]:
     found: Counter[str] = Counter(buffers=cut.problem.stages[stage].fixed_bytes)
     saved = 0
     for part, k, n in cut.held(stage):
-        amounts, of = cut.amounts[k][part], cut.parts.instances(part)
-        for kind, size in amounts.resident.items():
-            found[kind] += size * n // of
-        saved += n * -(-amounts.saved // of)
+        of = cut.instances(part)
+        for (amount, kind), size in cut.sums[k][part].items():
+            if amount is Amount.RESIDENT:
+                found[kind] += int(size) * n // of
+            elif amount is Amount.SAVED:
+                saved += n * -(-int(size) // of)
     found["activations"] = int(cut.problem.stages[stage].in_flight * saved)
     found["working set"] = max(0, cut.evaluation.used_bytes[stage] - sum(found.values()))
     return dict(found)

@@ -107,6 +107,7 @@ class Node:
         module_path: e.g. "model.layers.0.mlp.up_proj"; inside a block, relative to the block.
         source: "file.py:123" of the user's line, "" if unknown.
         measured: of opaque ops, which have no formula; no part of `CapturedGraph.hash`.
+        refs: names of the tensor arguments in flattened order, repeats included: the order of `Strategy.inputs`.
     """
 
     name: str
@@ -120,11 +121,10 @@ class Node:
     source: str = ""
     block: BlockCall | None = None
     measured: Measured | None = None
+    refs: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
-    @property
-    def refs(self) -> tuple[str, ...]:
-        """Names of the tensor arguments in flattened order, repeats included: the order of `Strategy.inputs`."""
-        return tuple(_refs((self.args, tuple(v for _, v in self.kwargs))))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "refs", tuple(_refs((self.args, tuple(v for _, v in self.kwargs)))))
 
     @property
     def first(self) -> Value | None:

@@ -49,10 +49,15 @@ def solve_lp(
     """
     for more in OTHER_WAYS if options is None else OTHER_WAYS[:1]:
         way: dict[str, str | float | int] = {**LP_OPTIONS, **more, **(options or {})}
-        highs = _loaded(model, whole=False, options=way, time_limit_s=time_limit_s)
-        run = _run(highs, "LP")
-        if highs.getModelStatus().name in _FINISHED:
+        highs = loaded(model, whole=False, options=way, time_limit_s=time_limit_s)
+        run = run_of(highs, "LP")
+        if ended(highs):
             break
+    return lp_answer(highs, model, run)
+
+
+def lp_answer(highs: highspy.Highs, model: LinearModel, run: Run) -> LinearAnswer:
+    """What a run of `model` as an LP says. Raises SolverError unless it ended in one way or another."""
     status = _status(highs, run, "LP")
     if status is not LinearStatus.OPTIMAL:
         return LinearAnswer(status=status, point=None, objective=math.inf, bound=-math.inf)
@@ -72,8 +77,8 @@ def solve_mip(model: LinearModel, *, time_limit_s: float | None = None, gap: flo
     where that is 1059.9.
     """
     options: dict[str, str | float | int] = {"mip_rel_gap": gap, "mip_abs_gap": 1e-6}
-    highs = _loaded(model, whole=True, options=options, time_limit_s=time_limit_s)
-    run = _run(highs, "MIP")
+    highs = loaded(model, whole=True, options=options, time_limit_s=time_limit_s)
+    run = run_of(highs, "MIP")
     status = _status(highs, run, "MIP")
     info = highs.getInfo()
     if status is LinearStatus.INFEASIBLE:
@@ -86,6 +91,11 @@ def solve_mip(model: LinearModel, *, time_limit_s: float | None = None, gap: flo
         bound=info.mip_dual_bound if model.integer.any() else info.objective_function_value,
     )
     return check_point(answer, model, version(), run.elapsed_s)
+
+
+def ended(highs: highspy.Highs) -> bool:
+    """True unless it lost its way."""
+    return highs.getModelStatus().name in _FINISHED
 
 
 def version() -> str:
@@ -118,7 +128,7 @@ def _library_class() -> Any:
     return Silent
 
 
-def _loaded(
+def loaded(
     model: LinearModel, *, whole: bool, options: dict[str, str | float | int], time_limit_s: float | None
 ) -> highspy.Highs:
     """A HiGHS object that holds `model`."""
@@ -144,12 +154,14 @@ def _loaded(
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class Run:
+    """How the library says that it ended, and when."""
+
     result: highspy.HighsStatus
     elapsed_s: float
 
 
-def _run(highs: highspy.Highs, what: str) -> _Run:
+def run_of(highs: highspy.Highs, what: str) -> Run:
     """Run it. An exception of the library's becomes a SolverError."""
     began = time.perf_counter()
     try:
@@ -159,13 +171,13 @@ def _run(highs: highspy.Highs, what: str) -> _Run:
         raise SolverError(
             f"HiGHS {highs.version()} ended the {what} with {type(error).__name__} ({error}) after {elapsed:.1f} s"
         ) from error
-    return _Run(result, time.perf_counter() - began)
+    return Run(result, time.perf_counter() - began)
 
 
-def _status(highs: highspy.Highs, run: _Run, what: str) -> LinearStatus:
+def _status(highs: highspy.Highs, run: Run, what: str) -> LinearStatus:
     """How it ended: read before anything else."""
     status = highs.getModelStatus()
-    if run.result == _library().HighsStatus.kError or status.name not in _FINISHED:
+    if run.result == _library().HighsStatus.kError or not ended(highs):
         name = highs.modelStatusToString(status)
         raise SolverError(
             f"HiGHS {highs.version()} ended the {what} with '{name}' ({run.result}) after {run.elapsed_s:.1f} s"

@@ -47,11 +47,25 @@ class VersionColumns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PaidColumns:
+    """Column columns[i] pays for the conversion made[i] -> wanted[i] of values[i]; those in overlap groups aren't here.
+
+    A column may stand here more than once.
+    """
+
+    columns: Ints
+    values: Ints
+    made: Ints
+    wanted: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemModel:
     """A linear model and where the problem's decisions lie in it.
 
     Attributes:
         node_start: columns node_start[n] .. node_start[n + 1] are x[n, :].
+        paid: which columns carry the prices of conversions.
         group_columns: h_g.
         moment_rows: row of each moment, or -1 where no choice can break it.
         moment_scale: bytes in one unit of the moment's row.
@@ -61,6 +75,7 @@ class ProblemModel:
     node_start: Ints
     flows: tuple[FlowColumns, ...]
     versions: tuple[VersionColumns, ...]
+    paid: PaidColumns
     group_columns: Ints
     moment_rows: tuple[int, ...]
     moment_scale: tuple[float, ...]
@@ -150,6 +165,13 @@ class _Work:
         self.moment_rows: list[int] = []
         self.moment_scale: list[float] = []
         self.excess_column = -1
+        self.paid: list[tuple[int, Ints, Ints, Ints]] = []
+
+    def _paid(self) -> PaidColumns:
+        sizes = [len(columns) for _, columns, _, _ in self.paid]
+        joined = [np.concatenate([np.zeros(0, dtype=np.int64), *(p[i] for p in self.paid)]) for i in (1, 2, 3)]
+        values = np.repeat(np.array([p[0] for p in self.paid], dtype=np.int64), sizes)
+        return PaidColumns(columns=joined[0], values=values, made=joined[1], wanted=joined[2])
 
     def finish(self, *, least_memory: bool) -> ProblemModel:
         linear = self.builder.build(0.0 if least_memory else self.problem.fixed_us)
@@ -159,7 +181,7 @@ class _Work:
             linear.lower[self.excess_column] = -math.inf
         return ProblemModel(
             linear=linear, node_start=self.node_start, flows=tuple(self.flows), versions=tuple(self.versions.values()),
-            group_columns=self.group_columns, moment_rows=tuple(self.moment_rows),
+            paid=self._paid(), group_columns=self.group_columns, moment_rows=tuple(self.moment_rows),
             moment_scale=tuple(self.moment_scale), excess_column=self.excess_column,
         )  # fmt: skip
 
@@ -199,21 +221,23 @@ class _Work:
         positions = _distinct_consumers(value)
         flows = [self._transport(index, k, price) for k in positions]
         if len(flows) == 1:
-            self._pay(value, flows[0].columns, price[flows[0].made, flows[0].wanted])
+            self._pay(index, price, flows[0].made, flows[0].wanted, flows[0].columns)
         elif flows:
             self._shared_conversions(index, flows, price)
 
     def _x(self, node: int) -> Ints:
         return np.arange(self.node_start[node], self.node_start[node + 1])
 
-    def _pay(self, value: ProblemValue, columns: Ints, price: Floats) -> None:
+    def _pay(self, index: int, price: Floats, made: Ints, wanted: Ints, columns: Ints) -> None:
         """Σ r·f into the objective, or into H_g if the conversion may hide."""
-        paid = price > 0
-        if value.group is None:
-            self.builder.add_cost(columns[paid], price[paid])
+        each, group = price[made, wanted], self.problem.values[index].group
+        paid = each > 0
+        if group is None:
+            self.builder.add_cost(columns[paid], each[paid])
+            self.paid.append((index, columns[paid], made[paid], wanted[paid]))
         else:
-            rows = np.full(int(paid.sum()), self.group_rows[value.group])
-            self.builder.add_entries(rows, columns[paid], -price[paid])
+            rows = np.full(int(paid.sum()), self.group_rows[group])
+            self.builder.add_entries(rows, columns[paid], -each[paid])
 
     def _transport(self, index: int, position: int, price: Floats) -> _Flow:
         """f[t,k,p,q] >= 0: Σ_q f[t,k,p,q] = made[t,p] and Σ_p f[t,k,p,q] = wants[t,k,q]; or the x it equals."""
@@ -257,7 +281,6 @@ class _Work:
 
     def _shared_conversions(self, index: int, flows: list[_Flow], price: Floats) -> None:
         """g[t,p,q] >= f[t,k,p,q] for all k, where more than one consumer can want q; else f carries the price."""
-        value = self.problem.values[index]
         layouts = len(price)
         readers = np.zeros(layouts, dtype=np.int64)
         always = np.zeros(layouts, dtype=bool)
@@ -265,10 +288,10 @@ class _Work:
             readers[np.unique(flow.wanted)] += 1
             if flow.whole_producer >= 0 and not always[flow.whole_producer]:
                 always[flow.whole_producer] = True
-                self._pay(value, flow.columns, price[flow.made, flow.wanted])
+                self._pay(index, price, flow.made, flow.wanted, flow.columns)
         for flow in flows:
             alone = (readers[flow.wanted] == 1) & ~always[flow.wanted]
-            self._pay(value, flow.columns[alone], price[flow.made, flow.wanted][alone])
+            self._pay(index, price, flow.made[alone], flow.wanted[alone], flow.columns[alone])
         shared = [
             (f.made[keep], f.wanted[keep], f.columns[keep])
             for f in flows
@@ -278,7 +301,7 @@ class _Work:
             return
         pairs = np.unique(np.concatenate([p * layouts + q for p, q, _ in shared]))
         columns = self.builder.add_columns(np.zeros(len(pairs)))
-        self._pay(value, columns, price[pairs // layouts, pairs % layouts])
+        self._pay(index, price, pairs // layouts, pairs % layouts, columns)
         self._remember(index, -1, pairs // layouts, pairs % layouts, columns)
         for p, q, flow_columns in shared:
             own, place = np.unique(p * layouts + q, return_inverse=True)

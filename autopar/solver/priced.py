@@ -7,17 +7,12 @@ out, the relaxation is mostly integral, and is the second of these. It is a poin
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import replace
 
 from autopar.ir.problem import Problem, evaluate
-from autopar.solver.backends import Backend, backend_named
-from autopar.solver.linear import Floats, LinearAnswer, LinearModel, LinearStatus
+from autopar.solver.backends import Backend
+from autopar.solver.linear import LinearAnswer
 from autopar.solver.model import ProblemModel, build_model, choice_of
-from autopar.solver.search import find_choice
 
 FACTORS = (1.001, 1.03, 1.15, 1.5, 3.0, 10.0)
 """Of the relaxation's prices, until a choice fits."""
@@ -38,84 +33,6 @@ def priced_choice(problem: Problem, model: ProblemModel, lp: LinearAnswer, solve
         if evaluate(problem, choice).feasible:
             return choice
     return ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
-    """Choices along the lower hull of time over memory.
-
-    Attributes:
-        bound_us: optimum of the relaxation with the limits; inf where even that can't fit.
-        price_us_per_byte: what a byte more would save of it, all moments together.
-        choices: one for each price tried, without repeats, the fastest first. They need not fit.
-    """
-
-    bound_us: float
-    price_us_per_byte: float = 0.0
-    choices: tuple[tuple[int, ...], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Relaxation:
-    """A problem with its linear model and the answer of that: what `sweep` starts from."""
-
-    problem: Problem
-    model: ProblemModel
-    lp: LinearAnswer
-
-    @classmethod
-    def of(cls, problem: Problem) -> Relaxation:
-        """Solve the relaxation with the limits."""
-        model = build_model(problem)
-        return cls(problem=problem, model=model, lp=backend_named("highs").lp(model.linear, None))
-
-    @property
-    def bound_us(self) -> float:
-        """No choice that fits costs less; inf where none can fit."""
-        return math.inf if self.lp.status is LinearStatus.INFEASIBLE or self.lp.point is None else self.lp.bound
-
-
-def sweep(relaxation: Relaxation, factors: Sequence[float]) -> Sweep:
-    """Solve at `factors` times the relaxation's own prices of memory; at none where memory binds nothing.
-
-    Moments must hold bytes of nodes only, or bind nothing.
-    """
-    problem, model, lp = relaxation.problem, relaxation.model, relaxation.lp
-    if lp.point is None:
-        return Sweep(bound_us=math.inf)
-    prices = _prices(problem, model, lp)
-    if not any(prices):
-        choice = _whole_choice(replace(problem, moments=()), *choice_of(model, lp.point))
-        return Sweep(bound_us=lp.bound, choices=(choice,) if choice else ())
-    solver = backend_named("highs")
-    free = _without_limits(model)
-    found = []
-    for factor in factors:
-        paying = _paying(problem, [factor * price for price in prices])
-        cost = free.cost.copy()
-        cost[: model.node_start[-1]] += _node_costs(paying) - _node_costs(problem)
-        answer = solver.lp(replace(free, cost=cost), None)
-        if answer.point is not None:
-            found.append(_whole_choice(paying, *choice_of(model, answer.point)))
-    return Sweep(bound_us=lp.bound, price_us_per_byte=sum(prices), choices=tuple(dict.fromkeys(c for c in found if c)))
-
-
-def _without_limits(model: ProblemModel) -> LinearModel:
-    """The same rows, those of the moments without an upper end."""
-    upper = model.linear.row_upper.copy()
-    upper[[row for row in model.moment_rows if row >= 0]] = math.inf
-    return replace(model.linear, row_upper=upper)
-
-
-def _node_costs(problem: Problem) -> Floats:
-    return np.array([c for n in problem.nodes for c in n.cost_us], dtype=float)
-
-
-def _whole_choice(problem: Problem, choice: tuple[int, ...], whole: bool) -> tuple[int, ...]:
-    """A choice of whole strategies near the relaxation's; () if none is found that is possible at all."""
-    if not (whole and evaluate(problem, choice).feasible):
-        choice = find_choice(problem, start=choice)
-    return choice if evaluate(problem, choice).feasible else ()
 
 
 def _prices(problem: Problem, model: ProblemModel, lp: LinearAnswer) -> list[float]:

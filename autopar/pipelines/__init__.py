@@ -1,0 +1,3 @@
+"""The whole model: pipeline stages × mesh of one stage × micro-batches × schedule, with layouts and recomputation."""
+
+from autopar.pipelines.plan import staged as staged

@@ -1,0 +1,69 @@
+"""`staged`: the fastest plan with its stages and micro-batches, or what would be needed for one."""
+
+from __future__ import annotations
+
+import time
+
+from autopar import sharding
+from autopar.candidates import Progress, Task, nothing_fits, out_of_time
+from autopar.cost_model.prices import MeshPrices, model_flops
+from autopar.cost_model.staged import Cut, staged_plan
+from autopar.errors import InfeasibleError
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan, PlanSolver
+from autopar.ir.problem import Problem
+from autopar.ir.strategy import Note
+from autopar.pipelines.problem import frame_of, priced_trial
+from autopar.pipelines.search import PROVEN, Found, best_of
+from autopar.pipelines.trials import Trial
+from autopar.solver import LeastMemory, minimise_memory, with_memory
+
+
+def staged(task: Task, progress: Progress) -> Plan:
+    """The fastest plan with its stages and micro-batches. Raises InfeasibleError where none fits."""
+    start = time.monotonic()
+    found = best_of(task, progress)
+    best = found.best
+    if best is None:
+        raise _nothing_fits(task, found, progress) if found.in_time else out_of_time(task, "stages and micro-batches")
+    cut = Cut(task.captured, best.priced, best.parted, best.solution)
+    gap = max(0.0, 1 - found.bound_us / best.step_us)
+    status = "time_limit" if not found.in_time else "optimal" if gap < PROVEN else "feasible"
+    solver = PlanSolver(
+        status=status, objective_us=best.step_us, bound_us=found.bound_us, gap=gap,
+        time_s=round(time.monotonic() - start, 3), memory_price=best.solution.price_us_per_byte,
+        memory_bytes=cut.evaluation.peak_bytes,
+    )  # fmt: skip
+    table = sharding.build_table(task.captured, best.trial.pieces, task.options, rules=task.rules)
+    notes = table.notes + tuple(Note(*n) for n in task.captured.notes)
+    notes += (Note("search", "", _searched(found)),)
+    prices = MeshPrices(task.cluster, best.trial.mesh, best.trial.pieces)
+    flops = model_flops(task.captured, task.wiring)
+    return staged_plan(cut, prices, task.cluster, task.options, notes, flops, solver)
+
+
+def _searched(found: Found) -> str:
+    return (
+        f"{len(found.trials)} ways of stages × mesh × micro-batches, {found.looked} of which needed a look of their own"
+    )
+
+
+def _nothing_fits(task: Task, found: Found, progress: Progress) -> InfeasibleError:
+    """The least memory over trials of the smallest micro-batch, for what would do."""
+    least: list[tuple[int, int, Problem, LeastMemory, Trial]] = []
+    small: dict[tuple[int, Mesh], Trial] = {}
+    for trial in sorted(found.trials, key=lambda t: t.order):
+        small.setdefault((trial.load.stages, trial.mesh), trial)
+    for i, trial in enumerate(small.values()):
+        progress(f"nothing fits: the least memory of {trial}", i / len(small))
+        problem = with_memory(priced_trial(task, trial)[1], frame_of(task, trial))
+        needs = minimise_memory(problem)
+        if needs is not None:
+            least.append((needs.needed_bytes, i, problem, needs, trial))
+    if not least:
+        return InfeasibleError(
+            f"{task.captured.model_name}: no plan exists under these pins", needed_bytes=0,
+            budget_bytes=task.limit_bytes, largest_terms=(),
+        )  # fmt: skip
+    _, _, problem, needs, trial = min(least, key=lambda x: x[:2])
+    return nothing_fits(task, problem, needs, "with an even cut the least is", f"with {trial}")

@@ -1,0 +1,31 @@
+"""A trial -> its problem in parts, and what these are put on."""
+
+from __future__ import annotations
+
+from autopar import sharding
+from autopar.candidates import Task
+from autopar.cost_model.build import Priced, build_problem
+from autopar.cost_model.pipeline import parted, stages_of
+from autopar.cost_model.prices import MeshPrices
+from autopar.ir.parts import Frame, PartedProblem
+from autopar.pipelines.trials import Trial
+
+
+def priced_trial(task: Task, trial: Trial) -> tuple[Priced, PartedProblem]:
+    """Raises PinError for pins that the trial's mesh can't hold."""
+    table = sharding.build_table(task.captured, trial.pieces, task.options, rules=task.rules)
+    prices = MeshPrices(task.cluster, trial.mesh, trial.pieces)
+    priced = build_problem(
+        task.captured, task.wiring, table, prices, task.options, 0, load=trial.load, mesh=trial.mesh,
+        once_prices=MeshPrices(task.cluster, trial.mesh),
+    )  # fmt: skip
+    return priced, parted(task.captured, priced, task.ends)
+
+
+def frame_of(task: Task, trial: Trial) -> Frame:
+    """The devices of a trial's stages and the link between them."""
+    level = task.cluster.levels[task.cluster.level_of(trial.load.stages, trial.mesh.size)]
+    return Frame(
+        stages=stages_of(task.cluster, trial.load.stages, task.limit_bytes), micro_batches=trial.load.micro_batches,
+        latency_us=level.latency_us, bytes_per_us=level.bytes_per_us,
+    )  # fmt: skip

@@ -1,0 +1,139 @@
+"""Every way to spread a step over stages, a mesh of each and micro-batches, within pins and search space."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.candidates import Task
+from autopar.cost_model.pipeline import block_runs
+from autopar.cost_model.search_space import allowed_degrees, axis_pins, divisors, stage_mesh
+from autopar.errors import UserError
+from autopar.ir.graph import InputKind
+from autopar.ir.load import Load
+from autopar.ir.mesh import Mesh
+from autopar.ir.options import Options
+
+LARGEST_MICRO_BATCH = 16
+"""Rows of one micro-batch on one rank: more gain nothing on matrices of 2 048 tokens a row."""
+MOST_CHUNKS = 12
+"""Parts of the model on one stage at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One way to spread the step. `mesh`: of a stage; `rows`: of one micro-batch on one rank."""
+
+    load: Load
+    mesh: Mesh
+    rows: int
+
+    @property
+    def tensor(self) -> int:
+        """Tensor-parallel ranks."""
+        return next((a.size for a in self.mesh.axes if a.name == "tp"), 1)
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks."""
+        return next((a.size for a in self.mesh.axes if a.name == "dp"), 1)
+
+    @property
+    def pieces(self) -> Mesh:
+        """The mesh that cuts a tensor as small as a rank's piece of one micro-batch."""
+        times = self.load.micro_batches
+        return Mesh(axes=tuple(replace(a, size=a.size * times) if a.name == "dp" else a for a in self.mesh.axes))
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Of two that are as good, the simpler first."""
+        return (self.load.stages, self.tensor, self.rows)
+
+    def __str__(self) -> str:
+        return f"{self.load}, {self.mesh}"
+
+
+def batch_size(task: Task) -> int:
+    """Rows of the global batch: of the model's inputs, the first dim of the largest."""
+    metas = [i.value.meta for i in task.captured.top.inputs if i.kind is InputKind.INPUT]
+    return max((m.shape[0] for m in metas if m.shape), default=1)
+
+
+def trials(task: Task) -> tuple[Trial, ...]:
+    """Every way within pins and search space; tensor parallel ranks on the innermost links, unless pinned."""
+    pins, allowed = axis_pins(task.options), allowed_degrees(task.options)
+    for axis in ("cp", "free"):
+        if pins.get(axis, 1) != 1 or set(allowed.get(axis, (1,))) != {1}:
+            raise UserError(f"axis {axis} is not searched with pipeline stages or micro-batches: leave it out")
+    found = tuple(t for p in _stage_counts(task, pins, allowed) for t in _of_stages(task, p, pins, allowed))
+    if not found:
+        raise UserError(_no_trial(task))
+    return found
+
+
+def _no_trial(task: Task) -> str:
+    options = task.options
+    asked = [f"{k}={v}" for k, v in options.pins.items()]
+    asked += [f"{name} in {list(sizes)}" for name, sizes in options.search_space.items()]
+    asked += [f"{options.micro_batches} micro-batches"] if options.micro_batches else []
+    blocks = sum(count for _, count in block_runs(task.captured))
+    return (
+        f"{', '.join(asked) or 'no limits'}: no stages × data × tensor on {task.cluster.devices} devices of "
+        f"{task.cluster.name} cut {batch_size(task)} rows and {blocks} blocks so"
+    )
+
+
+Pins = Mapping[str, int]
+Allowed = Mapping[str, tuple[int, ...]]
+
+
+def _may(degree: str, size: int, pins: Pins, allowed: Allowed) -> bool:
+    return size == pins.get(degree, size) and size in allowed.get(degree, (size,))
+
+
+def _stage_counts(task: Task, pins: Pins, allowed: Allowed) -> Iterator[int]:
+    blocks = sum(count for _, count in block_runs(task.captured))
+    for stages in divisors(task.cluster.devices):
+        if stages <= max(1, blocks) and _may("pp", stages, pins, allowed):
+            yield stages
+
+
+def _of_stages(task: Task, stages: int, pins: Pins, allowed: Allowed) -> Iterator[Trial]:
+    devices, batch = task.cluster.devices // stages, batch_size(task)
+    near = task.cluster.levels[0].size if task.cluster.levels else 1
+    asked = "tp" in pins or "tp" in allowed
+    for tensor in divisors(devices):
+        data = devices // tensor
+        if not _may("tp", tensor, pins, allowed) or not _may("dp", data, pins, allowed) or batch % data:
+            continue
+        if tensor > near and not asked:
+            continue
+        mesh = stage_mesh(data, tensor, task.cluster)
+        for rows in _micro_batch_rows(task.options, batch // data):
+            yield Trial(load=Load(stages=stages, micro_batches=batch // data // rows), mesh=mesh, rows=rows)
+
+
+def chunk_counts(task: Task, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Parts of the model that a stage may hold: of equally many blocks, and with as many micro-batches as stages."""
+    blocks = sum(count for _, count in block_runs(task.captured))
+    if stages == 1 or blocks % stages or micro_batches < stages:
+        return (1,)
+    return tuple(v for v in divisors(blocks // stages) if v <= MOST_CHUNKS)
+
+
+def _micro_batch_rows(options: Options, rows: int) -> Iterator[int]:
+    """Sizes of a rank's micro-batch: powers of two that divide its rows, or what the options ask."""
+    if options.micro_batches is not None:
+        if rows % options.micro_batches == 0:
+            yield rows // options.micro_batches
+        return
+    size = 1
+    while size <= min(rows, LARGEST_MICRO_BATCH):
+        if rows % size == 0:
+            yield size
+        size *= 2
+
+
+def chunks_of(task: Task, trial: Trial) -> tuple[int, ...]:
+    """Parts of the model that its stages may hold."""
+    return chunk_counts(task, trial.load.stages, trial.load.micro_batches)
