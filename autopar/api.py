@@ -256,7 +256,8 @@ def plan_captured(
         found = pipelines.staged(task, progress)
         dump("plan", found.to_json().decode())
         return Plan.found(found, task)
-    plan = meshes.best_plan(task, (mesh,) if mesh is not None else mesh_candidates(cluster, options), progress, dump)
+    looked_at = (mesh,) if mesh else mesh_candidates(cluster, options, sharding.followed_sizes(captured))
+    plan = meshes.best_plan(task, looked_at, progress, dump)
     assert plan is not None
     progress("write the plan", 1.0)
     dump("plan", plan.to_json().decode())
@@ -379,7 +380,7 @@ class _Replanner:
         self.model = model
         self.rt = rt
         self.cluster = cluster
-        stored = {name: p.layout for name, p in plan.parameters.items()}
+        stored = {name: p.layout for name, p in plan.parameters.items()} if plan.mesh.axes else {}
         self.plan = plan
         self.options = replace(options, pins={**options.pins, **plan.mesh.axes, **stored})
         self.trains = {name: p.requires_grad for name, p in model.named_parameters()}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar import codegen, sharding
-from autopar.cost_model.answer import make_plan, with_memory
+from autopar.cost_model.answer import make_plan, with_idle, with_memory
 from autopar.cost_model.build import Priced, build_problem
 from autopar.cost_model.emitted import as_emitted
 from autopar.cost_model.ends import Ends
@@ -180,7 +180,7 @@ def plan_of(task: Task, candidate: Candidate, solution: Solution) -> Plan:
     flops = model_flops(task.captured, task.wiring)
     plan = make_plan(task.captured, candidate.priced, solution, prices, task.cluster, task.options, notes, flops)
     program = codegen.lower(task.captured, plan, candidate.mesh)
-    plan = as_emitted(plan, program, prices)
+    plan = with_idle(as_emitted(plan, program, prices))
     return with_memory(plan, step_memory(task.captured, program, plan), task.limit_bytes)
 
 

@@ -408,8 +408,15 @@ def _forcing(here: _Mesh, key: str, alike: tuple[str, ...], layout: str) -> dict
     touched = any(
         p.name in alike for k in own if sharding.is_layout_pin(k) for p in sharding.matching(here.task.captured, k)
     )
+    own = {k: v for k, v in own.items() if not _within(here, k, alike)}
     wanted = dict.fromkeys((key, *(alike if touched else ())), layout)
     return {**own, **{a.name: a.size for a in here.mesh.axes}, **wanted}
+
+
+def _within(here: _Mesh, pin: str, alike: tuple[str, ...]) -> bool:
+    """True for a layout pin of none but these parameters."""
+    named = sharding.matching(here.task.captured, pin) if sharding.is_layout_pin(pin) else []
+    return bool(named) and all(p.name in alike for p in named)
 
 
 def _binding_of_parameter(
@@ -611,7 +618,7 @@ def why_not(plan: Plan, asked: str | Mapping[str, str | int], task: Task, search
     pins = split_pins(asked, "why not") if isinstance(asked, str) else dict(asked)
     said = " ".join(f"{k}={v}" for k, v in pins.items())
     for pattern in filter(sharding.is_layout_pin, pins):
-        if not sharding.matching(task.captured, pattern):
+        if not pattern.startswith(sharding.INPUT) and not sharding.matching(task.captured, pattern):
             raise UserError(_unknown(task, pattern))
     own = {k: v for k, v in task.options.pins.items() if k not in pins}
     options = replace(task.options, pins={**own, **pins}, search_space=_with_axes(task, pins))

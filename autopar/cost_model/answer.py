@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
@@ -171,6 +172,36 @@ def with_memory(plan: Plan, memory: StageMemory, limit_bytes: int) -> Plan:
         ),
         notes=notes,
     )  # fmt: skip
+
+
+def with_idle(plan: Plan) -> Plan:
+    """A note for each axis along which no op is cut: devices that the plan has no use for, and why."""
+    idle = {axis: size for axis, size in plan.mesh.axes.items() if size > 1 and not _cuts_ops(plan, axis)}
+    if not idle:
+        return plan
+    used = plan.cluster.devices // math.prod(idle.values())
+    notes = []
+    for axis, size in idle.items():
+        because = next((n.message for n in plan.notes if f" on {axis}" in n.message), "")
+        notes.append(
+            PlanNote(
+                kind="idle", where=f"{axis}={size}",
+                message=f"all {size} ranks along {axis} compute the same, so {used} of {plan.cluster.devices} devices "
+                f"would do: {because or 'to send pieces costs more than to compute the whole on each'}; of what was "
+                f"asked for, the search found nothing faster",
+            )
+        )  # fmt: skip
+    return msgspec.structs.replace(plan, notes=[*notes, *plan.notes])
+
+
+def _cuts_ops(plan: Plan, axis: str) -> bool:
+    """True if some op of the plan works on pieces or sums along the axis."""
+    return any(
+        f"{axis}:S(" in layout or f"{axis}:P" in layout
+        for nodes in plan.strategies.values()
+        for strategy in nodes.values()
+        for layout in (*strategy.inputs, *strategy.outputs)
+    )
 
 
 def _plain(cluster: ClusterSpec) -> ClusterSpec:

@@ -19,12 +19,15 @@ SEARCHED = frozenset({"dp", "tp"})
 """Axes that take any size unless told otherwise; the others have size 1 unless pinned or in `search_space`."""
 
 
-def mesh_candidates(cluster: ClusterSpec, options: Options) -> tuple[Mesh, ...]:
+def mesh_candidates(cluster: ClusterSpec, options: Options, sizes: Mapping[str, int] | None = None) -> tuple[Mesh, ...]:
     """Meshes over all devices of `cluster` within pins and search space, the most promising first.
+
+    `sizes`: of what the model's inputs give an axis to cut, as far as it is known: rows of the batch to dp, places of
+    the sequence to cp. Where such an axis is asked for, no rank is left with nothing.
 
     Axes of size 1 are left out: one device gives the mesh with no axes. Where neighbours don't have the fastest links,
     each mesh comes with its axes in every order. Raises UserError where a pin names no axis, is no size, or contradicts
-    another pin, the search space or the device count.
+    another pin, the search space, the device count or the batch.
     """
     pins = axis_pins(options)
     if (stages := pins.pop("pp", 1)) != 1:
@@ -32,6 +35,7 @@ def mesh_candidates(cluster: ClusterSpec, options: Options) -> tuple[Mesh, ...]:
     allowed = allowed_degrees(options)
     allowed.pop("pp", None)
     _check_pins(pins, allowed, cluster)
+    allowed = _within(pins, allowed, sizes or {})
     choices = tuple(_choices(axis, pins, allowed, cluster.devices) for axis in ORDER)
     orders = (ORDER,) if _neighbours_are_fastest(cluster) else tuple(permutations(ORDER))
     products = [dict(zip(ORDER, sizes, strict=True)) for sizes in _products(choices, cluster.devices)]
@@ -98,6 +102,30 @@ def _check_pins(pins: Mapping[str, int], allowed: Mapping[str, tuple[int, ...]],
         raise UserError(
             f"{text} multiply to {product} devices, but cluster {cluster.name} has {cluster.devices} devices"
         )
+
+
+CUT = {"dp": ("batch", "rows"), "cp": ("sequence", "places")}
+"""What an axis cuts, and into what."""
+
+
+def _within(
+    pins: Mapping[str, int], allowed: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]
+) -> dict[str, tuple[int, ...]]:
+    """`allowed` without degrees that leave ranks with nothing. Raises UserError where that is pinned, or all there is."""
+    found = dict(allowed)
+    for axis, size in sizes.items():
+        what, parts = CUT[axis]
+        asked = (pins[axis],) if axis in pins else allowed.get(axis, ())
+        fit = tuple(n for n in asked if n <= max(1, size))
+        if asked and not fit:
+            said = f"pin {axis}={asked[0]}" if axis in pins else f"search_space {_degree(axis)}={list(asked)}"
+            raise UserError(
+                f"{said}: a {what} of {size} {parts} can't be cut {min(asked)} ways, ranks would be left with nothing; "
+                f"take {axis} of {max(1, size)} at most, or a larger {what}"
+            )
+        if axis in allowed:
+            found[axis] = fit
+    return found
 
 
 def _show(pins: Mapping[str, int]) -> str:

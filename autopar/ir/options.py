@@ -26,7 +26,8 @@ class Options:
         memory_slack: a part of the fastest step; None: least bytes however long a step takes.
         memory_limit: bytes per device; None takes the cluster's.
         pins: axis sizes ({"tp": 2}), `"zero": 0|3` (0: stored whole on dp, 3: stored cut on dp), and layouts by
-            module or parameter pattern ({"model.layers.*.mlp.up_proj": "tp:S(0)"}).
+            module or parameter pattern ({"model.layers.*.mlp.up_proj": "tp:S(0)"}), or of inputs ({"input:ids":
+            "dp:R"}). A pin that names a part of what another one names is an exception of it.
         search_space: allowed degrees by name ("data", "tensor", "context", "pipeline").
         precision: "fp32", "bf16" (bf16 compute, fp32 stored parameters, gradients and optimizer state) or "fp64".
         optimizer_bytes_per_parameter: state that the optimizer keeps (AdamW in fp32: 8).

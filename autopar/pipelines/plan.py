@@ -6,6 +6,7 @@ import time
 
 from autopar import sharding
 from autopar.candidates import Progress, Task, nothing_fits, out_of_time
+from autopar.cost_model.answer import with_idle
 from autopar.cost_model.prices import MeshPrices, model_flops
 from autopar.cost_model.staged import Cut, staged_plan
 from autopar.errors import InfeasibleError
@@ -39,7 +40,7 @@ def staged(task: Task, progress: Progress) -> Plan:
     notes += (Note("search", "", _searched(found)),)
     prices = MeshPrices(task.cluster, best.trial.mesh, best.trial.pieces)
     flops = model_flops(task.captured, task.wiring)
-    return staged_plan(cut, prices, task.cluster, task.options, notes, flops, solver)
+    return with_idle(staged_plan(cut, prices, task.cluster, task.options, notes, flops, solver))
 
 
 def _searched(found: Found) -> str:

@@ -129,6 +129,26 @@ def head_rows(plan: Plan, limit: int | None) -> Iterator[tuple[str, str]]:
     yield "solver", solver_words(plan)
     if plan.pins:
         yield "pins", ", ".join(f"{k}={v}" for k, v in plan.pins.items())
+    if asked := asked_words(plan):
+        yield "asked", asked
+
+
+def asked_words(plan: Plan) -> str:
+    """What else the search was asked, that is not as it is unless told: all that limited it beside the pins."""
+    options = plan.request.options if plan.request is not None else {}
+    return ", ".join(
+        f"{name} {_asked_value(name, value)}" for name, value in options.items() if name not in ("pins", "precision")
+    )
+
+
+def _asked_value(name: str, value: object) -> str:
+    if name == "memory_limit" and isinstance(value, int):
+        return bytes_words(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k}={_asked_value('', v)}" for k, v in value.items()) or "none"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return " or ".join(map(str, value)) or "none"
+    return str(value)
 
 
 def _stages(plan: Plan) -> Table:

@@ -11,6 +11,7 @@ from autopar.errors import UserError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan, PlanNote, memory_limit_bytes
 from autopar.present.plan_text import (
+    asked_words,
     conversion_groups,
     conversion_name,
     inputs_words,
@@ -200,6 +201,8 @@ def _standing(plan: Plan, limit: int | None) -> Iterator[tuple[str, str]]:
         yield "memory limit", f"{bytes_words(limit)} per device"
     if plan.pins:
         yield "pins", ", ".join(f"{k}={v}" for k, v in plan.pins.items())
+    if asked := asked_words(plan):
+        yield "asked", asked
 
 
 def _setting(plan: Plan) -> Iterator[tuple[str, str]]:

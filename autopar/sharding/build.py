@@ -14,7 +14,7 @@ from autopar.ir.strategy import Rule, Strategy, StrategyTable
 from autopar.ops.entry import Pieces
 from autopar.sharding.dtensor_rules import RuleCache, one_axis_rules, pieces_of
 from autopar.sharding.expand import Expander
-from autopar.sharding.pins import layout_pins
+from autopar.sharding.pins import INPUT, PinError, layout_pins
 from autopar.sharding.report import Dropped, note_lost, note_replicated
 from autopar.sharding.roles import TRACED, Roles, plain_values, tensor_parallel
 from autopar.sharding.storage import Storage, choose_storage, find_uses
@@ -54,13 +54,14 @@ def build_table(
     names = {(g.name, n.name): n for g in captured.graphs for n in g.nodes}
     by_name: dict[int, tuple[Rule, ...]] = {id(n): survey.rules[k] for k, n in names.items() if n.block is None}
     rules_of: RulesOf = lambda node: by_name[id(node)]  # noqa: E731
+    pins = layout_pins(captured, mesh, options.pins)
     storage = choose_storage(
         captured, mesh, find_uses(captured), survey.weights, rules_of,
-        layout_pins(captured, mesh, options.pins), options.pins.get("zero"),
+        {name: wanted for name, wanted in pins.items() if not name.startswith(INPUT)}, options.pins.get("zero"),
     )  # fmt: skip
     expander, dropped = Expander(mesh), Dropped(mesh)
     nodes = {g.name: _node_strategies(g, survey, storage, expander, dropped) for g in captured.graphs}
-    tables = _Ends(mesh, expander, survey, nodes)
+    tables = _Ends(mesh, expander, survey, nodes, pins)
     return StrategyTable(
         mesh=mesh,
         nodes=nodes,
@@ -103,6 +104,12 @@ def survey_model(captured: CapturedGraph, cache: RuleCache) -> Survey:
     )  # fmt: skip
     cache.states[key] = found
     return found
+
+
+def followed_sizes(captured: CapturedGraph) -> dict[str, int]:
+    """Of each axis that follows a dim of the inputs, how long that is: rows of the batch (dp), the sequence (cp)."""
+    found = {axis: followed_size(captured.top, dim) for axis, dim in TRACED.items()}
+    return {axis: size for axis, size in found.items() if size is not None}
 
 
 def _node_strategies(
@@ -173,12 +180,14 @@ class _Ends:
     """Layouts of graph inputs and outputs."""
 
     def __init__(
-        self, mesh: Mesh, expander: Expander, survey: Survey, nodes: Mapping[str, Mapping[str, tuple[Strategy, ...]]]
-    ) -> None:
+        self, mesh: Mesh, expander: Expander, survey: Survey, nodes: Mapping[str, Mapping[str, tuple[Strategy, ...]]],
+        pins: Mapping[str, Mapping[str, Placement]],
+    ) -> None:  # fmt: skip
         self.mesh = mesh
         self.expander = expander
         self.survey = survey
         self.nodes = nodes
+        self.pins = pins
 
     def inputs(self, graph: Graph, top: bool) -> dict[str, tuple[Layout, ...]]:
         """Of everything but parameters. Inputs of the whole model, buffers and constants are on every rank already."""
@@ -195,7 +204,18 @@ class _Ends:
         plain = name in self.survey.plain[graph.name] or fed
         found = self.choices(graph, name, meta, whole_on_tp=plain, sums=False, edge=top)
         # Equals go to the first choice: an input that all readers take cut is fed cut, so that no rank loads all of it.
-        return found[::-1] if fed else found
+        return self._as_pinned(f"{INPUT}{given.target}", found[::-1]) if fed else found
+
+    def _as_pinned(self, name: str, found: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        wanted = self.pins.get(name, {})
+        kept = tuple(layout for layout in found if all(layout.on(a) == p for a, p in wanted.items()))
+        if not kept:
+            said = " ".join(f"{a}:{p}" for a, p in wanted.items())
+            raise PinError(
+                f"pin {name!r}: on mesh {self.mesh} it is not given as {said}; it can be "
+                f"{' or '.join(map(str, found[:4]))}"
+            )
+        return kept
 
     def choices(
         self, graph: Graph, name: str, meta: TensorMeta, *, whole_on_tp: bool, sums: bool, edge: bool

@@ -202,8 +202,8 @@ def test_no_choice_names_the_cuts_that_are_missing(monkeypatch: pytest.MonkeyPat
     """Seen to fail: no reason."""
     monkeypatch.setattr(meshes, "solve_mesh", lambda *_, **__: None)
     monkeypatch.setattr(meshes, "minimise_memory", lambda *_, **__: None)
-    with pytest.raises(autopar.InfeasibleError, match=r"no plan exists under these pins on mesh dp=32: .*cut 32 ways"):
-        search(32, pins={"dp": 32})  # 24 rows
+    with pytest.raises(autopar.InfeasibleError, match=r"no plan exists under these pins on mesh tp=32: .*cut 32 ways"):
+        search(32, pins={"tp": 32})  # 12 classes
 
 
 # ---- USE-01: ops without a split rule
