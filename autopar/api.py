@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import Tensor, nn
 
 from autopar import codegen, meshes, pipelines, questions, sharding, tracer
 from autopar.candidates import Progress, Task, step_memory
+from autopar.cost_model.answer import inputs_of
 from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.live import ROUND, ROUND_CPU, save_memory
 from autopar.cost_model.local import fingerprint, local_cluster
@@ -144,6 +146,32 @@ class Plan(records.Plan, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
         return questions.why_not(self, pins, task, again)
 
+    def again(
+        self,
+        model: nn.Module,
+        example_inputs: Inputs,
+        *,
+        cluster: description.ClusterSpec | None = None,
+        options: Options | None = None,
+        progress: Progress | None = None,
+    ) -> Plan:
+        """This plan for another batch, sequence length or mode of the same model: mesh and stored layouts are kept, all
+        else is chosen again, so that times and memory are those of these inputs; a note says so.
+
+        Args:
+            cluster: where the plan's file has none, or the same devices with other figures or links.
+            options: None: those that the plan was searched with.
+
+        Raises:
+            InfeasibleError: it does not fit the memory with these inputs.
+            PlanError: the plan is for another model, or has pipeline stages.
+        """
+        options = options or records.options_of(self)
+        captured = capture(model, example_inputs, options=options, model_name=self.model.name)
+        if captured.hash == self.model.graph_hash and cluster is None:
+            return self
+        return plan_again(self, captured, cluster or _described(self), options, progress=progress or _quiet)
+
     def report(self, path: str | Path) -> None:
         """Write the plan as one HTML page that needs nothing else."""
         write_report(self, path)
@@ -264,6 +292,40 @@ def plan_captured(
     return Plan.found(plan, task)
 
 
+def plan_again(
+    plan: records.Plan,
+    captured: CapturedGraph,
+    cluster: description.ClusterSpec,
+    options: Options,
+    *,
+    progress: Progress = _quiet,
+    rules: sharding.RuleCache | None = None,
+) -> Plan:
+    """`Plan.again` of the model as captured. It says that it was asked what the search for `plan` was."""
+    records.refuse_stages(plan, "plans again for other inputs")
+    if {p.name for p in captured.parameters} != set(plan.parameters):
+        raise _of_another(captured, plan)
+    stored = {name: p.layout for name, p in plan.parameters.items()} if plan.mesh.axes else {}
+    kept = replace(options, pins={**options.pins, **plan.mesh.axes, **stored})
+    found = plan_captured(captured, cluster, options=kept, rules=rules, mesh=mesh_of(plan), progress=progress)
+    asked = records.asked_options(options)
+    request = replace_fields(found.request or records.PlanRequest(), options=asked)
+    said = records.PlanNote(
+        kind="again", where="",
+        message=f"made of a plan {_for_inputs(plan)}: its mesh and stored layouts are kept, all else is chosen and "
+        f"priced for these inputs",
+    )  # fmt: skip
+    pins = {k: str(v) for k, v in options.pins.items()}
+    made = replace_fields(found, request=request, pins=pins, notes=[said, *found.notes])
+    return Plan.found(made, Task.of(captured, cluster, options, rules))
+
+
+def _for_inputs(plan: records.Plan) -> str:
+    if plan.request is None or not plan.request.inputs:
+        return "for other inputs"
+    return "for " + ", ".join(f"{path} {list(given.shape)}" for path, given in plan.request.inputs.items())
+
+
 class _Dump:
     """Writes what each stage hands on as NN_name.txt."""
 
@@ -291,7 +353,8 @@ def compile(
 ) -> nn.Module:
     """This rank's part of the model, spread as the plan says. Under torchrun or `launch`, called alike by every rank.
 
-    Without `example_inputs` the module is compiled at its first call.
+    Without `example_inputs` the module is compiled at its first call. Inputs of other sizes than the plan's are planned
+    for again (`Plan.again`).
 
     Raises:
         PlanError: the plan is for another model, or for another number of ranks than were started.
@@ -299,7 +362,7 @@ def compile(
     """
     if cluster is None and plan is None:
         raise UserError("compile needs a cluster or a plan")
-    options = options or Options(precision=plan.precision if plan else "fp32")
+    options = options or (records.options_of(plan) if plan is not None else Options())
     _refuse_foreign("compile", plan.cluster.spec if plan is not None else cluster)
     started = ranks_started()
     wanted = plan.cluster.devices if plan is not None else cluster.devices if cluster is not None else 1
@@ -351,6 +414,8 @@ def compile_on(
     if plan is None:
         assert cluster is not None
         plan = plan_captured(captured, cluster, options=options)
+    elif plan.model.graph_hash != captured.hash and _is_called_otherwise(plan, captured):
+        plan = plan_again(plan, captured, cluster or _described(plan), options)
     source = emit_captured(captured, plan)
     rt = ranks(plan, source)
     agree_among(rt, f"{options.seed}|{source.text}", f"compile({captured.model_name}): the program or the seed")
@@ -380,9 +445,8 @@ class _Replanner:
         self.model = model
         self.rt = rt
         self.cluster = cluster
-        stored = {name: p.layout for name, p in plan.parameters.items()} if plan.mesh.axes else {}
         self.plan = plan
-        self.options = replace(options, pins={**options.pins, **plan.mesh.axes, **stored})
+        self.options = options
         self.trains = {name: p.requires_grad for name, p in model.named_parameters()}
         self.rules = sharding.RuleCache()
 
@@ -403,20 +467,28 @@ class _Replanner:
         return _captured_call(self.model, request.args, request.kwargs, self.options)
 
     def _plan(self, captured: CapturedGraph) -> records.Plan:
-        mesh = mesh_of(self.plan)
-        return plan_captured(captured, self.cluster or self._named(), options=self.options, rules=self.rules, mesh=mesh)
+        self.cluster = self.cluster or _described(self.plan)
+        return plan_again(self.plan, captured, self.cluster, self.options, rules=self.rules)
 
-    def _named(self) -> description.ClusterSpec:
-        """The plan's cluster: as its file describes it, or by its name where the catalogue has it."""
-        described = self.plan.cluster
-        try:
-            self.cluster = described.spec or load_cluster(described.name)
-        except ClusterError as error:
-            raise InputError(
-                f"this call differs from the one that the plan was made for, and to plan again the cluster is needed "
-                f"({error}): pass it too, compile(model, cluster, plan=plan)"
-            ) from None
-        return self.cluster
+
+def _described(plan: records.Plan) -> description.ClusterSpec:
+    """The plan's cluster: as its file describes it, or by its name where the catalogue has it."""
+    try:
+        return plan.cluster.spec or load_cluster(plan.cluster.name)
+    except ClusterError as error:
+        raise InputError(
+            f"this call differs from the one that the plan was made for, and to plan again the cluster is needed "
+            f"({error}): pass it too, compile(model, cluster, plan=plan)"
+        ) from None
+
+
+def _is_called_otherwise(plan: records.Plan, captured: CapturedGraph) -> bool:
+    """True if the plan is of this model as far as its parameters say, but for inputs of other shapes or dtypes."""
+    if plan.request is None or plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1:
+        return False
+    same = {p.name for p in captured.parameters} == set(plan.parameters)
+    same &= sum(p.meta.numel for p in captured.parameters) == plan.model.parameters
+    return same and plan.request.inputs != inputs_of(captured)
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -443,10 +515,15 @@ def emit_captured(captured: CapturedGraph, plan: records.Plan) -> Source:
 
 def _check_model(captured: CapturedGraph, plan: records.Plan) -> None:
     if plan.model.graph_hash != captured.hash:
-        raise PlanError(
-            f"the plan is for model {plan.model.name} (graph {plan.model.graph_hash}), this one is "
-            f"{captured.model_name} (graph {captured.hash}): search again, with the same batch and options"
-        )
+        raise _of_another(captured, plan)
+
+
+def _of_another(captured: CapturedGraph, plan: records.Plan) -> PlanError:
+    return PlanError(
+        f"the plan is for model {plan.model.name} (graph {plan.model.graph_hash}), this one is "
+        f"{captured.model_name} (graph {captured.hash}): search again, with the same batch and options, or for other "
+        f"inputs of the same model ask for plan.again(model, example_inputs)"
+    )
 
 
 def timeline(plan: records.Plan, model: nn.Module, example_inputs: Mapping[str, Any] | tuple[Any, ...]) -> Timeline:

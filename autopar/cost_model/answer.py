@@ -141,7 +141,7 @@ def whole_plan(
         later=said.later,
         pins={k: str(v) for k, v in options.pins.items()},
         precision=options.precision,
-        request=PlanRequest(inputs=_inputs(captured), options=asked_options(options)),
+        request=PlanRequest(inputs=inputs_of(captured), options=asked_options(options)),
     )
 
 
@@ -209,7 +209,8 @@ def _plain(cluster: ClusterSpec) -> ClusterSpec:
     return ClusterSpec(**{name: getattr(cluster, name) for name in ClusterSpec.__struct_fields__})
 
 
-def _inputs(captured: CapturedGraph) -> dict[str, PlanInput]:
+def inputs_of(captured: CapturedGraph) -> dict[str, PlanInput]:
+    """Path of each tensor that a call passes -> the tensor in the global batch."""
     leaves = captured.signature.inputs
     return {i.path: PlanInput(shape=i.meta.shape, dtype=i.meta.dtype) for i in leaves if i.meta is not None}
 

@@ -111,7 +111,7 @@ CUT = {"dp": ("batch", "rows"), "cp": ("sequence", "places")}
 def _within(
     pins: Mapping[str, int], allowed: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]
 ) -> dict[str, tuple[int, ...]]:
-    """`allowed` without degrees that leave ranks with nothing. Raises UserError where that is pinned, or all there is."""
+    """`allowed` without degrees that leave ranks with nothing. Raises UserError where one is pinned or none is left."""
     found = dict(allowed)
     for axis, size in sizes.items():
         what, parts = CUT[axis]
