@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar import codegen, sharding
@@ -203,13 +203,40 @@ def tightened(task: Task, candidate: Candidate, solution: Solution, plan: Plan) 
 def nothing_fits(task: Task, problem: Problem, least: LeastMemory, how: str, where: str) -> InfeasibleError:
     """What would fit, and what takes the most of it. `how` sure that is: "the least is", "about"."""
     terms = largest_terms(problem, least.choice, least.moment)
-    listed = ", ".join(f"{what} {size / 2**30:.2f} GiB" for what, size in terms[:3])
+    listed = ", ".join(f"{_held(what)} {_size(size)}" for what, size in terms[:3])
     return InfeasibleError(
-        f"{task.captured.model_name}: no plan fits {task.limit_bytes / 2**30:.2f} GiB per device; {how} "
-        f"{least.needed_bytes / 2**30:.2f} GiB {where} (largest: {listed}). "
-        f"More devices, a smaller batch or --memory-limit {least.needed_bytes} would do.",
+        f"{task.captured.model_name}: no plan fits {_size(task.limit_bytes)} per device; {how} "
+        f"{_size(least.needed_bytes)} {where} (largest: {listed}). --memory-limit {least.needed_bytes} would do; less "
+        f"may with {', '.join(_savers(task.options))}.",
         needed_bytes=least.needed_bytes, budget_bytes=task.limit_bytes, largest_terms=terms,
     )  # fmt: skip
+
+
+def _held(what: str) -> str:
+    """What holds memory, for people: a parameter's own name stands for all instances of it."""
+    name = what.removeprefix("storage:top:")
+    return what if name == what else f"{name} and its like, gradients and optimizer state,"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+def _savers(options: Options) -> Iterator[str]:
+    """What takes memory off a device and is not asked for, or ruled out."""
+    yield "more devices"
+    yield "a smaller batch"
+    if RECOMPUTE not in options.allow:
+        yield "recomputation (allow it)"
+    if str(options.pins.get("zero")) == "0":
+        yield "ZeRO-3 (without pin zero=0)"
+    if not options.searches_stages:
+        yield "pipeline stages (--stages)"
+    if options.micro_batches is None and not options.searches_stages:
+        yield "micro-batches (--micro-batches)"
+    if options.precision != "bf16":
+        yield "bf16 (--precision)"
+    yield "but not offload, which this version lacks"
 
 
 def out_of_time(task: Task, where: str) -> InfeasibleError:
