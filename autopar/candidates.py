@@ -227,7 +227,7 @@ def _savers(options: Options) -> Iterator[str]:
     yield "more devices"
     yield "a smaller batch"
     if RECOMPUTE not in options.allow:
-        yield "recomputation (allow it)"
+        yield "recomputation (without --forbid recompute)"
     if str(options.pins.get("zero")) == "0":
         yield "ZeRO-3 (without pin zero=0)"
     if not options.searches_stages:

@@ -102,11 +102,11 @@ def test_num26_the_mask_of_the_first_rows_is_seen_to_fail(kind: str, monkeypatch
 
 @pytest.mark.parametrize("kind", ["rows", "added", "documents", "one for all"])
 def test_num26_micro_batches_of_a_users_loop(kind: str) -> None:
-    """Four rows one after the other, each with its own mask, are the batch of four."""
-    model, whole = Masked(kind).double(), batch(kind, 4)
+    """Four rows and four more, each with its own mask, are the batch of eight."""
+    model, whole = Masked(kind).double(), batch(kind, 8)
     shared = "for all" in kind
     parts = [
-        {k: v if shared and k == "mask" else v[r : r + 1] for k, v in whole.items()} for r in range(4)
+        {k: v if shared and k == "mask" else v[r : r + 4] for k, v in whole.items()} for r in (0, 4)
     ]  # fmt: skip
     model(**whole).backward()
     wanted = gradients(model)

@@ -279,11 +279,11 @@ def test_sol03_what_is_ruled_out_is_named() -> None:
     for options, words in (
         (Options(memory_limit=1000), ()),
         (Options(memory_limit=1000, pins={"dp": 4, "zero": 0}), ("without pin zero=0",)),
-        (Options(memory_limit=1000, allow=()), ("recomputation (allow it)",)),
+        (Options(memory_limit=1000, allow=()), ("recomputation (without --forbid recompute)",)),
     ):
         with pytest.raises(InfeasibleError) as caught:
             api.plan_captured(graph, SMALL_DEVICES, options=options)
-        for text_ in ("without pin zero=0", "recomputation (allow it)"):
+        for text_ in ("without pin zero=0", "recomputation (without --forbid recompute)"):
             assert (text_ in str(caught.value)) == (text_ in words)
         assert "not offload, which this version lacks" in str(caught.value)
 
@@ -571,7 +571,7 @@ def gradients_fit(seed: int) -> None:
     options = Options(gap=0.0, allow=(), pins={"zero": 3} if "dp" in sizes and draw.random() < 0.3 else {})
     task = Task.of(graph, spec, options)
     candidate = price_mesh(task, where)
-    solution = solve_mesh(candidate, options, gap=0.0, cutoff_us=None)
+    solution = solve_mesh(candidate, task, gap=0.0, cutoff_us=None)
     assert solution is not None and solution.status is Status.OPTIMAL
     prices = MeshPrices(spec, where)
     plan = make_plan(graph, candidate.priced, solution, prices, spec, options, (), 0.0)
