@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autopar
 from autopar import Options, api, launch
+from autopar.cost_model import local
 from autopar.cost_model.clusters import dump_cluster, load_cluster, parse_cluster
 from autopar.cost_model.search_space import mesh_candidates
 from autopar.errors import ClusterError, InfeasibleError, PlanError, RankError, UserError
-from autopar.ir.plan import mesh_of
+from autopar.ir.plan import Plan, mesh_of
 from autopar.runtime import groups
 from autopar.runtime.threads import run_threads
 from autopar.verification import losses_of
@@ -248,7 +252,53 @@ def test_clu09_parameters_without_dims_or_elements(ranks: int) -> None:
             assert torch.equal(state["table"], model.table) and state["table"].dtype == torch.int64
 
 
-# ---- CLU-12: no layer is lost (CLU-11 and CLU-14 wait: `test_rows.py`)
+# ---- CLU-11, 12, 14: no layer is lost, stages span nodes (that they train the same waits: `test_rows.py`)
+
+
+def block_stages(plan: Plan) -> dict[int, set[int]]:
+    """Block -> the stages that its parameters are on."""
+    found: dict[int, set[int]] = {}
+    for name, parameter in plan.parameters.items():
+        if name.startswith("blocks."):
+            found.setdefault(int(name.split(".")[1]), set()).add(parameter.stage)
+    return found
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_clu11_every_layer_is_on_one_stage(stages: int) -> None:
+    """Seven blocks on stages that do not divide them. Seen to fail: as many on each, the rest left out."""
+    model = lm(layers=7)
+    plan = planned(captured(model, text()), stages, {"pp": stages})
+    assert plan.mesh.pipeline == len(plan.stages) == stages
+    assert set(plan.parameters) == {name for name, _ in model.named_parameters()}
+    at = block_stages(plan)
+    assert sorted(at) == list(range(7)) and all(len(where) == 1 for where in at.values())
+    counts = Counter(next(iter(where)) for where in at.values())
+    assert [sum(n for _, n in stage.blocks) for stage in plan.stages] == [counts[s] for s in range(stages)]
+    assert sum(counts.values()) == 7 and min(counts.values()) >= 1
+
+
+def test_clu11_more_stages_than_layers() -> None:
+    """Three blocks on four stages: refused with both counts, and fewer stages where the search may choose."""
+    graph = captured(lm(layers=3), text())
+    with pytest.raises(UserError, match=r"pp=4: .* 4 devices .* 3 blocks"):
+        planned(graph, 4, {"pp": 4})
+    options = Options(precision="fp64", stages=True)
+    plan = api.plan_captured(graph, load_cluster("rtx3090:4"), options=options)
+    assert plan.mesh.pipeline < 4 and sorted(block_stages(plan)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("pins", [{}, {"dp": 2, "tp": 2}, {"dp": 4}], ids=str)
+def test_clu14_a_stage_may_span_nodes(pins: dict[str, int]) -> None:
+    """Four nodes of two, two stages of four: planned, and the axis that leaves the node is priced there. Seen to fail:
+    every axis of a stage inside one node."""
+    spec = cluster((2, 1.0, 300.0), (4, 5.0, 10.0))
+    options = Options(precision="fp64", pins={"pp": 2, **pins})
+    plan = api.plan_captured(captured(lm(layers=4), text()), spec, options=options)
+    assert [stage.devices for stage in plan.stages] == [4, 4]
+    assert math.prod(plan.mesh.axes.values()) == 4 and max(plan.mesh.levels.values()) == 1
+    assert 0 < plan.solver.bound_us <= plan.solver.objective_us < math.inf
+    assert sum(n for stage in plan.stages for _, n in stage.blocks) == 4
 
 
 def test_clu12_one_stage_keeps_every_layer() -> None:
@@ -304,6 +354,33 @@ def test_clu15_axes_in_any_order_train_alike(names: tuple[str, ...]) -> None:
         agree(gradients(module), gradients(plain))
 
     run_threads(mesh, again)
+
+
+# ---- CLU-17: the description wins
+
+
+def test_clu17_a_plan_looks_at_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of eight, described: the plan is the same with GPUs hidden, or where asking for one raises."""
+    graph = captured(lm(), text(rows=16))
+
+    def found() -> bytes:
+        options = Options(precision="fp64")
+        plan = api.plan_captured(graph, load_cluster("dgx-h100:2"), options=options)
+        assert math.prod(plan.mesh.axes.values()) == 16
+        return msgspec.structs.replace(plan, solver=msgspec.structs.replace(plan.solver, time_s=0.0)).to_json()
+
+    before = found()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("looked at this machine")
+
+    for name in ("is_available", "device_count", "get_device_name", "get_device_properties", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    monkeypatch.setattr(local.psutil, "virtual_memory", refuse)
+    assert found() == before
+    monkeypatch.undo()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert found() == before
 
 
 # ---- CLU-18: one sample on two devices
