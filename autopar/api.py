@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 from msgspec.structs import replace as replace_fields
 from torch import Tensor, nn
 
-from autopar import codegen, meshes, pipelines, questions, sharding, tracer
+from autopar import codegen, meshes, objectives, pipelines, questions, sharding, tracer
 from autopar.candidates import Progress, Task, step_memory
 from autopar.cost_model.answer import inputs_of
 from autopar.cost_model.clusters import load_cluster
@@ -280,13 +281,20 @@ def plan_captured(
     dump = _Dump(options.dump_dir)
     dump("captured", captured)
     task = Task.of(captured, cluster, options, rules)
-    if options.searches_stages:
-        found = pipelines.staged(task, progress)
-        dump("plan", found.to_json().decode())
-        return Plan.found(found, task)
-    looked_at = (mesh,) if mesh else mesh_candidates(cluster, options, sharding.followed_sizes(captured))
-    plan = meshes.best_plan(task, looked_at, progress, dump)
-    assert plan is not None
+
+    def best(part: Task, /, *, cutoff_us: float = math.inf, required: bool = True) -> records.Plan | None:
+        if options.searches_stages:
+            return pipelines.staged(part, progress)
+        followed = sharding.followed_sizes(captured)
+        every = (mesh,) if mesh is not None else mesh_candidates(part.cluster, options, followed)
+        return meshes.best_plan(part, every, progress, dump, cutoff_us=cutoff_us, required=required)
+
+    if options.objective == "cost" and mesh is None:
+        plan, task = objectives.cheapest(task, best, progress)
+    else:
+        found = best(task)
+        assert found is not None
+        plan = found
     progress("write the plan", 1.0)
     dump("plan", plan.to_json().decode())
     return Plan.found(plan, task)
@@ -391,7 +399,12 @@ def _require_cluster(cluster: object) -> None:
 
 def _started(plan: records.Plan, source: Source) -> Communicator:
     """This process's `rt` under torchrun or `launch`, once all ranks are seen to hold the same plan and program."""
-    mesh = mesh_of(plan)
+    mesh, started = mesh_of(plan), ranks_started()
+    if started != plan.cluster.devices:
+        raise PlanError(
+            f"the plan is for {plan.cluster.devices} ranks ({plan.cluster.name}), {started} were launched: search "
+            f"first, then launch as many ranks as the plan says"
+        )
     if mesh.size == 1:
         return Alone(mesh, torch.device("cpu"))
     init_ranks()

@@ -39,18 +39,19 @@ Dump = Callable[[str, object], None]
 
 
 def best_plan(
-    task: Task, meshes: Sequence[Mesh], progress: Progress, dump: Dump, *, cutoff_us: float = math.inf
-) -> Plan | None:
+    task: Task, meshes: Sequence[Mesh], progress: Progress, dump: Dump, *, cutoff_us: float = math.inf,
+    required: bool = True,
+) -> Plan | None:  # fmt: skip
     """The fastest plan that fits, or that which needs least memory. A mesh proven to be no better isn't solved.
 
-    With `cutoff_us` it must be faster than that: then None where no plan is, or none fits.
+    With `cutoff_us` it must be faster than that.
 
-    Raises InfeasibleError where nothing fits, UserError for pins that no mesh can hold.
+    Raises InfeasibleError where nothing fits (None where none is `required`), UserError for pins that no mesh can hold.
     """
     slack = task.options.memory_slack if task.options.objective == "memory" else None
     if slack is None:
         solves = _Solves(task, _candidates(task, meshes, progress, dump), progress, cutoff_us)
-        return _fitting(task, solves, required=math.isinf(cutoff_us))
+        return _fitting(task, solves, required=required)
     timed = replace(task, options=replace(task.options, objective="time"))
     fastest = best_plan(timed, meshes, progress, dump)
     assert fastest is not None

@@ -622,6 +622,8 @@ def why_not(plan: Plan, asked: str | Mapping[str, str | int], task: Task, search
             raise UserError(_unknown(task, pattern))
     own = {k: v for k, v in task.options.pins.items() if k not in pins}
     options = replace(task.options, pins={**own, **pins}, search_space=_with_axes(task, pins))
+    if options.objective == "cost":  # on the plan's devices, the same
+        options = replace(options, objective="time")
     try:
         found = search(options)
     except InfeasibleError as error:

@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "candidates": {"ir", "sharding", "cost_model", "solver", "codegen"},
     "meshes": {"ir", "sharding", "solver", "candidates"},
     "pipelines": {"ir", "sharding", "cost_model", "solver", "candidates"},
+    "objectives": {"ir", "cost_model", "candidates"},
     "questions": {"ir", "sharding", "cost_model", "solver", "candidates", "present"},
     "catalogue": {"ir"},
     "present": {"ir"},

@@ -294,7 +294,7 @@ def test_an_objective_that_stages_lack_is_one_line(capsys):
         main(["search", "gpt2-tiny", "-c", "dgx-h100:1", "--stages", "--objective", "memory"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.strip().splitlines() == [
-        "autopar: objective 'memory' with stages or micro-batches: this version knows time only"
+        "autopar: objective 'memory' with stages or micro-batches: this version knows time and cost there"
     ]
 
 

@@ -35,6 +35,7 @@ from autopar.ir.plan import (
     PlanStage,
     PlanStrategy,
     asked_options,
+    device_hours,
 )
 from autopar.ir.problem import conversions, evaluate
 from autopar.ir.reshard import plan_reshard
@@ -419,6 +420,7 @@ def _prediction(
         breakdown_us=dict(spent),
         breakdown_bytes=memory,
         cost_source="; ".join(dict.fromkeys(g.device.source for g in cluster.groups)),
+        device_hours_per_million_tokens=device_hours(cluster.devices, tokens(captured) / step * 1e6 if step else 0.0),
     )
 
 

@@ -70,5 +70,5 @@ def _later(predicted: PlanPrediction, communication_us: float, compute_us: float
     part = predicted.step_time_us / step if step else 1.0
     return msgspec.structs.replace(
         predicted, step_time_us=step, tokens_per_s=predicted.tokens_per_s * part, mfu=predicted.mfu * part,
-        breakdown_us=spent,
+        breakdown_us=spent, device_hours_per_million_tokens=predicted.device_hours_per_million_tokens / (part or 1.0),
     )  # fmt: skip

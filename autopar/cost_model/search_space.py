@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise, permutations
 
+import msgspec
+
 from autopar.errors import UserError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import Axis, Mesh
@@ -168,6 +170,59 @@ def _neighbours_are_fastest(cluster: ClusterSpec) -> bool:
     """True if no link level is faster than one inside it."""
     rates = [level.bytes_per_us for level in cluster.levels if level.size > 1]
     return all(inside >= outside for inside, outside in pairwise(rates))
+
+
+def parts_of(cluster: ClusterSpec) -> tuple[ClusterSpec, ...]:
+    """Parts of a cluster that a plan may be made for, the smallest first, the whole last.
+
+    Of one unit of a link level (a node, a rack) a number of its units that is a power of two or divides it; of several
+    kinds of device the first so many of all, and the first of each kind.
+    """
+    starts = [sum(g.count for g in cluster.groups[:i]) for i in range(len(cluster.groups))]
+    found: list[ClusterSpec] = []
+    for count in _part_sizes(cluster):
+        for start in starts:
+            part = _part(cluster, start, count)
+            if part is not None and all((p.groups, p.levels) != (part.groups, part.levels) for p in found):
+                found.append(part)
+    return (*(p for p in found if p.devices < cluster.devices), cluster)
+
+
+def _part_sizes(cluster: ClusterSpec) -> list[int]:
+    sizes, inside = {1, cluster.devices}, 1
+    for level in cluster.levels:
+        powers = {2**i for i in range(level.size.bit_length()) if 2**i <= level.size}
+        sizes |= {inside * k for k in powers | set(divisors(level.size))}
+        inside *= level.size
+    return sorted(sizes)
+
+
+def _part(cluster: ClusterSpec, start: int, count: int) -> ClusterSpec | None:
+    """`count` devices from `start` on; None if they are not that many, or not whole units of a level."""
+    levels, inside, left = [], 1, count
+    for level in cluster.levels:
+        size = min(level.size, left)
+        if left % size:
+            return None
+        levels.append(msgspec.structs.replace(level, size=size))
+        left //= size
+        if left == 1 and (start % inside or start % (inside * level.size) + count > inside * level.size):
+            return None
+        if left > 1 and start % (inside * level.size):
+            return None
+        inside *= level.size
+    groups, at = [], 0
+    for group in cluster.groups:
+        held = min(at + group.count, start + count) - max(at, start)
+        if held > 0:
+            groups.append(msgspec.structs.replace(group, count=held))
+        at += group.count
+    if left > 1 or sum(g.count for g in groups) != count:
+        return None
+    kinds = f" ({', '.join(g.device.name for g in groups)})" if len(cluster.groups) > 1 else ""
+    return msgspec.structs.replace(
+        cluster, name=f"{count} of {cluster.name}{kinds}", groups=tuple(groups), levels=tuple(levels)
+    )
 
 
 def stage_mesh(data: int, tensor: int, cluster: ClusterSpec) -> Mesh:

@@ -27,6 +27,7 @@ from autopar.ir.plan import (
     PlanSchedule,
     PlanSolver,
     PlanStage,
+    device_hours,
 )
 from autopar.ir.stages import Assignment, StageEvaluation, StageProblem, even_split
 from autopar.ir.strategy import Note
@@ -271,6 +272,9 @@ def _predicted(cut: Cut, cluster: ClusterSpec, options: Options, model_flops: fl
         breakdown_bytes=memory,
         cost_source="; ".join(dict.fromkeys(g.device.source for g in cluster.groups)),
         memory_at=f"stage {fullest}, with the micro-batches that it has in flight",
+        device_hours_per_million_tokens=device_hours(
+            cluster.devices, tokens(cut.parts.captured) / step * 1e6 if step else 0.0
+        ),
     )
 
 

@@ -139,6 +139,7 @@ class PlanPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cost_source: str
     memory_at: str = ""
     memory_largest: dict[str, int] = {}
+    device_hours_per_million_tokens: float = 0.0
 
 
 class PlanSolver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -209,6 +210,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return decode_plan(Path(path).read_bytes(), str(path), cls)
         except OSError as error:
             raise PlanError(f"plan {path}: cannot be read ({error.strerror})") from None
+
+
+def device_hours(devices: int, tokens_per_s: float) -> float:
+    """Hours of all devices together for a million tokens."""
+    return devices * 1e6 / tokens_per_s / 3600 if tokens_per_s else 0.0
 
 
 def refuse_stages(plan: Plan, does: str) -> None:

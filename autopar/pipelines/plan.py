@@ -15,7 +15,7 @@ from autopar.ir.plan import Plan, PlanSolver
 from autopar.ir.problem import Problem
 from autopar.ir.strategy import Note
 from autopar.pipelines.problem import frame_of, priced_trial
-from autopar.pipelines.search import PROVEN, Found, best_of
+from autopar.pipelines.search import PROVEN, Found, Solved, best_of
 from autopar.pipelines.trials import Trial
 from autopar.solver import LeastMemory, minimise_memory, with_memory
 
@@ -24,9 +24,19 @@ def staged(task: Task, progress: Progress) -> Plan:
     """The fastest plan with its stages and micro-batches. Raises InfeasibleError where none fits."""
     start = time.monotonic()
     found = best_of(task, progress)
-    best = found.best
-    if best is None:
+    if found.best is None:
         raise _nothing_fits(task, found, progress) if found.in_time else out_of_time(task, "stages and micro-batches")
+    return _plan(task, found, found.best, start)
+
+
+def staged_below(task: Task, progress: Progress, below_us: float) -> Plan | None:
+    """The same of those that take less than `below_us`; None where there is none."""
+    start = time.monotonic()
+    found = best_of(task, progress, below_us)
+    return _plan(task, found, found.best, start) if found.best is not None else None
+
+
+def _plan(task: Task, found: Found, best: Solved, start: float) -> Plan:
     cut = Cut(task.captured, best.priced, best.parted, best.solution)
     gap = max(0.0, 1 - found.bound_us / best.step_us)
     status = "time_limit" if not found.in_time else "optimal" if gap < PROVEN else "feasible"

@@ -174,6 +174,7 @@ class Search:
 
     task: Task
     progress: Progress
+    below_us: float = math.inf
     every: tuple[Trial, ...] = ()
     best: Solved | None = None
     ended: list[float] = field(default_factory=list)
@@ -189,8 +190,8 @@ class Search:
 
     @property
     def cutoff_us(self) -> float:
-        """Of the best plan."""
-        return self.best.step_us if self.best else math.inf
+        """Of the best plan, or what it must be below."""
+        return min(self.below_us, self.best.step_us if self.best else math.inf)
 
     def run(self, end: float) -> bool:
         """Search until no trial can be better by more than the gap, or `end`. True if it was not stopped."""
@@ -205,7 +206,8 @@ class Search:
         heapq.heapify(left)
         while left:
             bound, i = heapq.heappop(left)
-            if math.isinf(bound) or (self.best and bound >= self.cutoff_us * (1 - self.gap)):
+            enough = self.cutoff_us * (1 - self.gap) if self.best else self.below_us
+            if math.isinf(bound) or bound >= enough:
                 self.ended.append(bound)
                 return True
             if time.monotonic() >= end:
@@ -256,10 +258,13 @@ def look(task: Task, trial: Trial) -> tuple[Priced, WholeSearch]:
     return priced, WholeSearch(PartsModel(whole), frame_of(task, trial), chunks_of(task, trial))
 
 
-def best_of(task: Task, progress: Progress) -> Found:
-    """The best plan found and a lower bound on the steps of all trials. Raises PinError if no trial holds the pins."""
+def best_of(task: Task, progress: Progress, below_us: float = math.inf) -> Found:
+    """The best plan found that takes less than `below_us`, and a lower bound on the steps of all trials.
+
+    Raises PinError if no trial holds the pins.
+    """
     end = time.monotonic() + (math.inf if task.options.time_limit_s is None else task.options.time_limit_s)
-    search = Search(task, progress)
+    search = Search(task, progress, below_us)
     in_time = search.run(end)
     if len(search.refused) == len(search.every):
         raise search.refused[0]

@@ -122,6 +122,8 @@ def head_rows(plan: Plan, limit: int | None) -> Iterator[tuple[str, str]]:
         stages = f"{plan.mesh.pipeline} stages, " if plan.mesh.pipeline > 1 else ""
         yield "schedule", f"{stages}{s.name}{chunks}, {s.micro_batches} micro-batches"
     yield "step", f"{time_words(p.step_time_us)}, {count_words(p.tokens_per_s)} tokens/s, MFU {p.mfu:.1%}"
+    if p.device_hours_per_million_tokens:
+        yield "cost", f"{p.device_hours_per_million_tokens:.3g} device-hours per million tokens"
     of = f" of {bytes_words(limit)} ({p.peak_memory_bytes / limit:.0%})" if limit else ""
     yield "memory", f"{bytes_words(p.peak_memory_bytes)}{of} per device"
     if plan.later:

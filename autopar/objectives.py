@@ -1,0 +1,92 @@
+"""What is best by another measure than time, of whole searches: fewest device-hours, on any part of the cluster.
+
+With d devices a step of t µs costs d·t. Every part of the cluster that `parts_of` names is searched, the smallest
+first, under a cutoff: what costs no less than the best known must take less than (its cost)/d, and a mesh or trial
+whose bound says that it doesn't isn't solved. A plan of perfect scaling would cost the same on any part.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from msgspec.structs import replace as replace_fields
+
+from autopar.candidates import Progress, Task
+from autopar.cost_model.search_space import parts_of
+from autopar.errors import UserError
+from autopar.ir.plan import Plan, PlanNote
+
+
+class Search(Protocol):
+    """The best plan by time that takes less than `cutoff_us`; None where there is none and none is `required`."""
+
+    def __call__(self, task: Task, /, *, cutoff_us: float, required: bool) -> Plan | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """One part of the cluster: its plan, or why it has none."""
+
+    task: Task
+    plan: Plan | None
+    why: str = ""
+
+    @property
+    def cost_us(self) -> float:
+        """Of a step, all devices together."""
+        return self.task.cluster.devices * self.plan.solver.objective_us if self.plan is not None else math.inf
+
+
+def cheapest(task: Task, search: Search, progress: Progress) -> tuple[Plan, Task]:
+    """The plan of the fewest device-hours per token, with the part of the cluster that it is for; a note says which
+    parts were looked at.
+
+    Raises InfeasibleError where nothing fits the whole cluster either, UserError for pins that no part can hold.
+    """
+    limit = task.options.time_limit_s
+    end = time.monotonic() + (math.inf if limit is None else limit)
+    best: _Looked | None = None
+    looked: list[_Looked] = []
+    refused: UserError | None = None
+    parts = parts_of(task.cluster)
+    for i, part in enumerate(parts):
+        progress(f"{part.devices} devices", i / len(parts))
+        mine = replace(task, cluster=part)
+        if best is not None and time.monotonic() > end:
+            looked.append(_Looked(mine, None, "not looked at, the time was over"))
+            continue
+        cutoff = best.cost_us / part.devices if best is not None else math.inf
+        try:
+            plan = search(mine, cutoff_us=cutoff, required=False)
+        except UserError as error:
+            refused = error
+            looked.append(_Looked(mine, None, "can't hold what is pinned"))
+            continue
+        looked.append(_Looked(mine, plan, "" if plan is not None else "no less" if best is not None else "too small"))
+        if plan is not None and (best is None or looked[-1].cost_us < best.cost_us):
+            best = looked[-1]
+    if best is None or best.plan is None:
+        if refused is not None and all(x.why.startswith("can't") for x in looked):
+            raise refused
+        plan = search(task, cutoff_us=math.inf, required=True)
+        assert plan is not None
+        return plan, task
+    note = PlanNote(kind="objective", where="", message=_words(best, looked))
+    return replace_fields(best.plan, notes=[*best.plan.notes, note]), best.task
+
+
+def _words(best: _Looked, looked: list[_Looked]) -> str:
+    assert best.plan is not None
+    each = ", ".join(
+        f"{x.task.cluster.devices}: {x.plan.predicted.device_hours_per_million_tokens:.3g}" if x.plan else
+        f"{x.task.cluster.devices}: {x.why}"
+        for x in looked
+    )  # fmt: skip
+    whole = looked[-1].task.cluster
+    return (
+        f"{best.task.cluster.devices} of the {whole.devices} devices of {whole.name} cost least, in device-hours per "
+        f"million tokens: looked at {each}"
+    )
