@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from functools import lru_cache
 
 import msgspec
@@ -14,7 +15,7 @@ import torch
 from autopar import api, pipelines
 from autopar.candidates import Task, solve_problem
 from autopar.cost_model.clusters import load_cluster
-from autopar.cost_model.search_space import stage_mesh
+from autopar.cost_model.search_space import parts_of, stage_mesh
 from autopar.errors import InfeasibleError, PlanError, UserError
 from autopar.ir.load import Load
 from autopar.ir.options import RECOMPUTE, Options
@@ -353,3 +354,16 @@ def test_an_even_split_is_cheaper_with_chunks():
         assert answer is not None
         steps.append(answer.step_us)
     assert steps[1] < steps[0]
+
+
+def test_the_cheapest_number_of_devices_with_stages():
+    """The fewest device-hours over all parts of the cluster, each with its own stages and micro-batches."""
+    spec, asked = cluster(4), Options(precision="bf16", stages=True, gap=0.0, search_space={"tensor": (1,)})
+    every = {}
+    for part in parts_of(spec):
+        step = pipelines.staged(Task.of(captured(), part, asked), quiet).solver.objective_us
+        every[part.devices] = part.devices * step
+    plan = api.plan_captured(captured(), spec, options=replace(asked, objective="cost"))
+    devices = plan.cluster.devices
+    assert devices * plan.solver.objective_us == pytest.approx(min(every.values()), rel=1e-9)
+    assert every[devices] == pytest.approx(min(every.values()), rel=1e-9)

@@ -273,7 +273,7 @@ def _predicted(cut: Cut, cluster: ClusterSpec, options: Options, model_flops: fl
         cost_source="; ".join(dict.fromkeys(g.device.source for g in cluster.groups)),
         memory_at=f"stage {fullest}, with the micro-batches that it has in flight",
         device_hours_per_million_tokens=device_hours(
-            cluster.devices, tokens(cut.parts.captured) / step * 1e6 if step else 0.0
+            cluster.devices, tokens(cut.captured) / step * 1e6 if step else 0.0
         ),
     )
 
