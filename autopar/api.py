@@ -284,7 +284,7 @@ def plan_captured(
 
     def best(part: Task, /, *, cutoff_us: float = math.inf, required: bool = True) -> records.Plan | None:
         if options.searches_stages:
-            return pipelines.staged(part, progress)
+            return pipelines.staged(part, progress) if required else pipelines.staged_below(part, progress, cutoff_us)
         followed = sharding.followed_sizes(captured)
         every = (mesh,) if mesh is not None else mesh_candidates(part.cluster, options, followed)
         return meshes.best_plan(part, every, progress, dump, cutoff_us=cutoff_us, required=required)
