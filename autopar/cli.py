@@ -47,7 +47,10 @@ Seq = Annotated[int | None, Parameter(help="Tokens per sample; default: see `aut
 Batch = Annotated[int | None, Parameter(help="Samples per step over all devices; default: see `autopar models`.")]
 Pins = Annotated[
     list[str] | None,
-    Parameter(name="--pin", help="tp=2, zero=3, or a layout: 'model.layers.*.mlp.up_proj=tp:S(0)'. May repeat."),
+    Parameter(
+        name="--pin",
+        help="tp=2, zero=3, stages=12,11,11,12, or a layout: 'model.layers.*.mlp.up_proj=tp:S(0)'. May repeat.",
+    ),
 ]
 Json = Annotated[bool, Parameter(name="--json", help="One JSON object on stdout and nothing else.")]
 

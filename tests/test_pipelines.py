@@ -367,3 +367,82 @@ def test_the_cheapest_number_of_devices_with_stages():
     devices = plan.cluster.devices
     assert devices * plan.solver.objective_us == pytest.approx(min(every.values()), rel=1e-9)
     assert every[devices] == pytest.approx(min(every.values()), rel=1e-9)
+
+
+STAGED = "transformer.h"
+
+
+@pytest.mark.parametrize(
+    ("pin", "held"),
+    [("4,2", [4, 2]), ("1, 5", [1, 5]), (f"{STAGED}.2", [2, 4]), (f"{STAGED}.1,{STAGED}.3,{STAGED}.4", [1, 2, 1, 2])],
+)
+def test_pinned_stages_are_kept_to(pin: str, held: list[int]):
+    """Seen to fail: cuts left to the solver."""
+    plan = pipelines.staged(task_of(4, pins={"stages": pin}, micro_batches=6), quiet)
+    assert [sum(n for _, n in s.blocks) for s in plan.stages] == held
+    assert plan.mesh.pipeline == len(held) and plan.schedule.chunks == 1
+    assert plan.pins["stages"] == pin
+    place = 0
+    for stage, blocks in enumerate(held):
+        for i in range(place, place + blocks):
+            assert plan.parameters[f"{STAGED}.{i}.mlp.c_fc.weight"].stage == stage
+        place += blocks
+    free = pipelines.staged(task_of(4, pins={"pp": len(held)}, micro_batches=6), quiet)
+    assert plan.solver.objective_us >= free.solver.bound_us * (1 - 1e-9)
+    assert plan.solver.bound_us <= plan.solver.objective_us
+
+
+def test_the_best_of_pinned_cuts_is_the_best_cut():
+    """Over all cuts of six blocks in two, each pinned: the best is what the search finds by itself, with one chunk."""
+    spec, options = cluster(2), {"tensor": (1,), "data": (1,), "pipeline": (2,)}
+    steps = {}
+    for first in range(1, LAYERS):
+        asked = Options(
+            precision="bf16",
+            gap=0.0,
+            micro_batches=12,
+            search_space=options,
+            allow=(),
+            pins={"stages": f"{first},{LAYERS - first}"},
+        )
+        steps[first] = pipelines.staged(Task.of(captured(), spec, asked), quiet).solver.objective_us
+    free = Options(precision="bf16", gap=0.0, micro_batches=12, search_space=options, allow=())
+    plan = pipelines.staged(Task.of(captured(), spec, free), quiet)
+    assert len(set(steps.values())) > 1
+    assert plan.solver.objective_us <= min(steps.values()) * (1 + 1e-9)
+    if plan.schedule.chunks == 1:
+        held = sum(n for _, n in plan.stages[0].blocks)
+        assert steps[held] == pytest.approx(plan.solver.objective_us, rel=1e-9) == min(steps.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pins": {"stages": "3,2"}}, ["stages=3,2", "5 blocks in all", "has 6"]),
+        ({"pins": {"stages": "6,0"}}, ["stages=6,0", "1 or more on each stage"]),
+        ({"pins": {"stages": "2"}}, ["stages=2", "pp=2"]),
+        ({"pins": {"stages": "3,3", "pp": 4}}, ["stages=3,3 makes 2 stages", "pin pp=4"]),
+        ({"pins": {"stages": "2,2,2"}}, ["stages=2,2,2 makes 3 stages", "4 devices"]),
+        ({"pins": {"stages": "3,3"}, "search_space": {"pipeline": (1, 4)}}, ["2 stages", "pipeline=[1, 4]"]),
+        ({"pins": {"stages": "transformer.h.9"}}, ["'transformer.h.9'", "did you mean transformer.h"]),
+        ({"pins": {"stages": "transformer.h.3,transformer.h.1"}}, ["order of their calls"]),
+        ({"pins": {"stages": "transformer.h.0"}}, ["first block, transformer.h.0"]),
+        ({"pins": {"stages": "3,three"}}, ["'3' is none of the model's repeated blocks"]),
+        ({"pins": {"stages": "3,3", "tp": 4}}, ["stages=3,3", "tp=4", "4 devices"]),
+        ({"pins": {"stages": "3,3"}, "micro_batches": 7}, ["stages=3,3", "7 micro-batches", "24 rows"]),
+    ],
+)  # fmt: skip
+def test_pinned_stages_that_cannot_be_name_what_they_contradict(options, words):
+    with pytest.raises(UserError) as caught:
+        pipelines.staged(task_of(4, **options), quiet)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_pinned_stages_on_the_command_line(capsys):
+    from autopar.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["search", "gpt2-tiny", "-c", "dgx-h100:1", "--pin", "stages=5,5"])
+    assert ended.value.code == 2
+    assert "stages=5,5: 10 blocks in all, the model has" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import msgspec
 from autopar.errors import UserError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import Axis, Mesh
-from autopar.ir.options import DEGREE_NAMES, Options
+from autopar.ir.options import DEGREE_NAMES, STAGES, Options
 
 ORDER = ("dp", "cp", "free", "tp")
 """Mesh axes, slowest first: the heaviest traffic (tp) between neighbours, who have the fastest links."""
@@ -51,7 +51,7 @@ def axis_pins(options: Options) -> dict[str, int]:
     """Pinned sizes of `DEGREES`. Raises UserError for a size below 1, not whole, or of an axis that does not exist."""
     found: dict[str, int] = {}
     for name, value in options.pins.items():
-        if name not in DEGREES and not _looks_like_size(name, value):
+        if name == STAGES or (name not in DEGREES and not _looks_like_size(name, value)):
             continue
         size = _size(name, value)
         if name in DEGREES:

@@ -12,6 +12,8 @@ AXES = ("dp", "cp", "tp")
 
 DEGREE_NAMES = {"data": "dp", "context": "cp", "tensor": "tp", "pipeline": "pp"}
 OFFLOAD = "offload"
+STAGES = "stages"
+"""A pin of what every pipeline stage holds."""
 RECOMPUTE = "recompute"
 """In `Options.allow`: forward tensors may be made again in the backward instead of waiting for it."""
 
@@ -27,7 +29,9 @@ class Options:
         memory_limit: bytes per device; None takes the cluster's.
         pins: axis sizes ({"tp": 2}), `"zero": 0|3` (0: stored whole on dp, 3: stored cut on dp), and layouts by
             module or parameter pattern ({"model.layers.*.mlp.up_proj": "tp:S(0)"}), or of inputs ({"input:ids":
-            "dp:R"}). A pin that names a part of what another one names is an exception of it.
+            "dp:R"}); `"stages"`: how many blocks each pipeline stage holds ("12,11,11,12"), or the modules that the
+            second and later ones start with ("model.layers.12,model.layers.23"). A layout pin that names a part of what
+            another one names is an exception of it.
         search_space: allowed degrees by name ("data", "tensor", "context", "pipeline").
         precision: "fp32", "bf16" (bf16 compute, fp32 stored parameters, gradients and optimizer state) or "fp64".
         optimizer_bytes_per_parameter: state that the optimizer keeps (AdamW in fp32: 8).
@@ -91,4 +95,10 @@ class Options:
     def searches_stages(self) -> bool:
         """True if plans with pipeline stages or micro-batches are looked at."""
         wide = any(n > 1 for n in self.search_space.get("pipeline", ()))
-        return self.stages or wide or (self.micro_batches or 1) > 1 or str(self.pins.get("pp", 1)) != "1"
+        return (
+            self.stages
+            or STAGES in self.pins
+            or wide
+            or (self.micro_batches or 1) > 1
+            or str(self.pins.get("pp", 1)) != "1"
+        )

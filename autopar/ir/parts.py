@@ -162,12 +162,14 @@ class Frame:
     Attributes:
         stages: their devices; what is in flight on them follows from the schedule.
         latency_us, bytes_per_us: of the link from one stage to the next.
+        cuts: [stage][run]: what each stage holds, if that is decided.
     """
 
     stages: tuple[Stage, ...]
     micro_batches: int
     latency_us: float = 0.0
     bytes_per_us: float = math.inf
+    cuts: tuple[tuple[int, ...], ...] | None = None
 
     def problem(
         self, parted: PartedProblem, runs: tuple[Run, ...], chunks: int, passed_bytes: float = 0.0
@@ -187,6 +189,7 @@ class Frame:
             boundary_us=self.latency_us + passed_bytes / self.bytes_per_us if count > 1 else 0.0,
             boundary_hidden=False,
             chunks=chunks,
+            cuts=self.cuts if count > 1 else None,
         )
 
 

@@ -120,6 +120,7 @@ class StageProblem:
         boundary_us: one transfer of one micro-batch between two stages, in one direction.
         chunks: parts of the model on each stage. More than 1: the model is cut as `even_split` says, and a stage holds
             parts s, p + s, 2·p + s, …; columns are still free.
+        cuts: [stage][run]: the instances that each stage holds, if that is decided; with one chunk only.
         ramp: see the module; 0 (no bubble) to 1. None: 1 / chunks.
     """
 
@@ -130,6 +131,7 @@ class StageProblem:
     boundary_us: float = 0.0
     boundary_hidden: bool = True
     chunks: int = 1
+    cuts: tuple[tuple[int, ...], ...] | None = None
     ramp: float | None = None
     objective: StageObjective = StageObjective.STEP
 
@@ -139,6 +141,10 @@ class StageProblem:
         if min(self.micro_batches, self.chunks) < 1:
             raise ValueError(
                 f"{self.name}: {self.micro_batches} micro-batches, {self.chunks} chunks: wanted 1 or more of each"
+            )
+        if self.cuts is not None and (self.chunks > 1 or len(self.cuts) != len(self.stages)):
+            raise ValueError(
+                f"{self.name}: cuts of {len(self.cuts)} stages, {self.chunks} chunks on {len(self.stages)}"
             )
         if not 0 <= self.filling <= 1:
             raise ValueError(f"{self.name}: ramp {self.ramp}: wanted 0 to 1")
@@ -242,9 +248,9 @@ def check_assignment(problem: StageProblem, assignment: Assignment) -> None:
         if min(n for columns in stage for n in columns) < 0:
             raise ValueError(f"{problem.name}: stage {s} has a negative count")
     cuts = assignment.cuts
-    if problem.chunks > 1:
-        if cuts != device_cuts(problem):
-            raise ValueError(f"{problem.name}: chunks must hold the even split, found {cuts}")
+    if problem.chunks > 1 or problem.cuts is not None:
+        if cuts != fixed_cuts(problem):
+            raise ValueError(f"{problem.name}: stages must hold {fixed_cuts(problem)}, found {cuts}")
         return
     ends = [0] * len(problem.runs)
     for s, held in enumerate(cuts):
@@ -326,6 +332,11 @@ def device_cuts(problem: StageProblem) -> tuple[tuple[int, ...], ...] | None:
         return None
     stages = len(problem.stages)
     return tuple(tuple(map(sum, zip(*split[s::stages], strict=True))) for s in range(stages))
+
+
+def fixed_cuts(problem: StageProblem) -> tuple[tuple[int, ...], ...] | None:
+    """[stage][run]: what each stage holds, where that is no choice; else None (and where there is no even split)."""
+    return device_cuts(problem) if problem.chunks > 1 else problem.cuts
 
 
 def in_flight(schedule: str, *, stages: int, micro_batches: int, chunks: int = 1) -> tuple[float, ...]:

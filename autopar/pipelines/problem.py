@@ -5,10 +5,11 @@ from __future__ import annotations
 from autopar import sharding
 from autopar.candidates import Task
 from autopar.cost_model.build import Priced, build_problem
-from autopar.cost_model.pipeline import parted, stages_of
+from autopar.cost_model.pipeline import block_runs, parted, stages_of
 from autopar.cost_model.prices import MeshPrices
 from autopar.ir.parts import Frame, PartedProblem
 from autopar.pipelines.trials import Trial
+from autopar.sharding import stage_blocks
 
 
 def priced_trial(task: Task, trial: Trial) -> tuple[Priced, PartedProblem]:
@@ -27,5 +28,21 @@ def frame_of(task: Task, trial: Trial) -> Frame:
     level = task.cluster.levels[task.cluster.level_of(trial.load.stages, trial.mesh.size)]
     return Frame(
         stages=stages_of(task.cluster, trial.load.stages, task.limit_bytes), micro_batches=trial.load.micro_batches,
-        latency_us=level.latency_us, bytes_per_us=level.bytes_per_us,
+        latency_us=level.latency_us, bytes_per_us=level.bytes_per_us, cuts=_cuts(task),
     )  # fmt: skip
+
+
+def _cuts(task: Task) -> tuple[tuple[int, ...], ...] | None:
+    """[stage][run] of pinned stages, over the runs of `cost_model.pipeline.parted`: an end, runs of blocks, an end."""
+    pinned = stage_blocks(task.captured, task.options.pins)
+    if pinned is None:
+        return None
+    left = [count for _, count in block_runs(task.captured)]
+    found = []
+    for stage, blocks in enumerate(pinned):
+        held: list[int] = []
+        for run, count in enumerate(left):
+            held.append(min(count, blocks - sum(held)))
+            left[run] -= held[-1]
+        found.append((int(stage == 0), *held, int(stage == len(pinned) - 1)))
+    return tuple(found)

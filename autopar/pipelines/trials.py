@@ -12,7 +12,8 @@ from autopar.errors import UserError
 from autopar.ir.graph import InputKind
 from autopar.ir.load import Load
 from autopar.ir.mesh import Mesh
-from autopar.ir.options import Options
+from autopar.ir.options import STAGES, Options
+from autopar.sharding import stage_blocks
 
 LARGEST_MICRO_BATCH = 16
 """Rows of one micro-batch on one rank: more gain nothing on matrices of 2 048 tokens a row."""
@@ -53,6 +54,10 @@ class Trial:
         return f"{self.load}, {self.mesh}"
 
 
+Pins = Mapping[str, int]
+Allowed = Mapping[str, tuple[int, ...]]
+
+
 def batch_size(task: Task) -> int:
     """Rows of the global batch: of the model's inputs, the first dim of the largest."""
     metas = [i.value.meta for i in task.captured.top.inputs if i.kind is InputKind.INPUT]
@@ -65,10 +70,29 @@ def trials(task: Task) -> tuple[Trial, ...]:
     for axis in ("cp", "free"):
         if pins.get(axis, 1) != 1 or set(allowed.get(axis, (1,))) != {1}:
             raise UserError(f"axis {axis} is not searched with pipeline stages or micro-batches: leave it out")
+    _check_stages(task, pins, allowed)
     found = tuple(t for p in _stage_counts(task, pins, allowed) for t in _of_stages(task, p, pins, allowed))
     if not found:
         raise UserError(_no_trial(task))
     return found
+
+
+def _check_stages(task: Task, pins: Pins, allowed: Allowed) -> None:
+    """UserError where pinned stages contradict another pin, the search space or the number of devices."""
+    pinned = stage_blocks(task.captured, task.options.pins)
+    if pinned is None:
+        return
+    stages, said, cluster = (
+        len(pinned),
+        f"pin {STAGES}={task.options.pins[STAGES]} makes {len(pinned)} stages",
+        task.cluster,
+    )
+    if pins.get("pp", stages) != stages:
+        raise UserError(f"{said}, which contradicts pin pp={pins['pp']}")
+    if stages not in allowed.get("pp", (stages,)):
+        raise UserError(f"{said}, which contradicts search_space pipeline={list(allowed['pp'])}")
+    if cluster.devices % stages:
+        raise UserError(f"{said}, but cluster {cluster.name} has {cluster.devices} devices: no multiple of {stages}")
 
 
 def _no_trial(task: Task) -> str:
@@ -83,17 +107,16 @@ def _no_trial(task: Task) -> str:
     )
 
 
-Pins = Mapping[str, int]
-Allowed = Mapping[str, tuple[int, ...]]
-
-
 def _may(degree: str, size: int, pins: Pins, allowed: Allowed) -> bool:
     return size == pins.get(degree, size) and size in allowed.get(degree, (size,))
 
 
 def _stage_counts(task: Task, pins: Pins, allowed: Allowed) -> Iterator[int]:
     blocks = sum(count for _, count in block_runs(task.captured))
+    pinned = stage_blocks(task.captured, task.options.pins)
     for stages in divisors(task.cluster.devices):
+        if pinned is not None and stages != len(pinned):
+            continue
         if stages <= max(1, blocks) and _may("pp", stages, pins, allowed):
             yield stages
 
@@ -135,5 +158,7 @@ def _micro_batch_rows(options: Options, rows: int) -> Iterator[int]:
 
 
 def chunks_of(task: Task, trial: Trial) -> tuple[int, ...]:
-    """Parts of the model that its stages may hold."""
+    """Parts of the model that its stages may hold; one where it is pinned what each holds."""
+    if STAGES in task.options.pins:
+        return (1,)
     return chunk_counts(task, trial.load.stages, trial.load.micro_batches)

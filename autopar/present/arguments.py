@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from autopar.errors import PlanError, UserError
-from autopar.ir.options import AXES, DEGREE_NAMES, OFFLOAD, RECOMPUTE, Options
+from autopar.ir.options import AXES, DEGREE_NAMES, OFFLOAD, RECOMPUTE, STAGES, Options
 from autopar.ir.plan import FORMAT, Plan
 from autopar.present.words import bytes_words
 
@@ -38,6 +38,8 @@ def parse_pins(pins: Sequence[str], option: str = "--pin") -> dict[str, str | in
         if name == "zero":
             if value not in ("0", "3"):
                 raise UserError(f"{option} {text}: zero takes 0 (stored whole on dp) or 3 (stored cut on dp)")
+        elif name == STAGES:
+            is_number = False
         elif name in SIZES:
             if not is_number or int(value) < 1:
                 raise UserError(f"{option} {text}: wanted a whole number of 1 or more for axis {name}")

@@ -9,3 +9,4 @@ from autopar.sharding.pins import INPUT as INPUT
 from autopar.sharding.pins import PinError as PinError
 from autopar.sharding.pins import is_layout_pin as is_layout_pin
 from autopar.sharding.pins import matching as matching
+from autopar.sharding.pins import stage_blocks as stage_blocks

@@ -11,16 +11,17 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 from autopar.errors import UserError
 from autopar.ir.graph import CapturedGraph, InputKind, ParameterInfo
 from autopar.ir.layout import Kind, Placement, fits, parse_layout
 from autopar.ir.mesh import Axis, Mesh
-from autopar.ir.options import AXES, DEGREE_NAMES
+from autopar.ir.options import AXES, DEGREE_NAMES, STAGES
 
 INPUT = "input:"
 """Before the name of an input, as plans write it."""
-_OWN_KEYS = {"zero", "free", "pp", *AXES, *DEGREE_NAMES}
+_OWN_KEYS = {"zero", "free", "pp", STAGES, *AXES, *DEGREE_NAMES}
 
 
 class PinError(UserError):
@@ -157,3 +158,55 @@ def _nothing(pattern: str, captured: CapturedGraph) -> str:
 def _with_parents(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def stage_blocks(captured: CapturedGraph, pins: Mapping[str, str | int]) -> tuple[int, ...] | None:
+    """How many blocks each pipeline stage holds, in the order of their calls, as pinned; None where it isn't.
+
+    Raises UserError for what is no cut of the model's blocks.
+    """
+    if STAGES not in pins:
+        return None
+    text = str(pins[STAGES])
+    terms = [term.strip() for term in text.split(",")]
+    blocks = _called_blocks(captured)
+    if len(terms) == 1 and terms[0].isdigit():
+        raise UserError(
+            f"pin {STAGES}={text}: wanted the blocks of every stage, as in {STAGES}=12,12, or the modules that the "
+            f"second and later ones start with; their number alone is pp={text}"
+        )
+    if all(term.isdigit() for term in terms):
+        counts = tuple(map(int, terms))
+    else:
+        starts = [_block_at(term, text, blocks) for term in terms]
+        ends = (0, *starts, len(blocks))
+        counts = tuple(b - a for a, b in pairwise(ends))
+        if min(counts) < 1:
+            raise UserError(
+                f"pin {STAGES}={text}: wanted modules in the order of their calls, each once, and not the model's "
+                f"first block, {blocks[0]}, with which the first stage starts"
+            )
+    if sum(counts) != len(blocks) or min(counts) < 1:
+        raise UserError(
+            f"pin {STAGES}={text}: {sum(counts)} blocks in all, the model has {len(blocks)}; wanted 1 or more on each "
+            f"stage and all of them"
+        )
+    return counts
+
+
+def _called_blocks(captured: CapturedGraph) -> list[str]:
+    """Module paths of the repeated blocks, in the order of their calls."""
+    at = {b.key: iter(b.instances) for b in captured.blocks}
+    return [
+        next(at[n.block.key], n.block.key)
+        for n in captured.top.nodes
+        if n.op == "autopar.block" and n.block is not None
+    ]
+
+
+def _block_at(path: str, text: str, blocks: list[str]) -> int:
+    if path in blocks:
+        return blocks.index(path)
+    near = difflib.get_close_matches(path, blocks, n=1, cutoff=0.3)
+    known = f"did you mean {near[0]}?" if near else f"they are {blocks[0]} to {blocks[-1]}" if blocks else "it has none"
+    raise UserError(f"pin {STAGES}={text}: {path!r} is none of the model's repeated blocks; {known}")

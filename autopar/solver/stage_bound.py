@@ -22,7 +22,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from autopar.ir.stages import StageProblem, device_cuts
+from autopar.ir.stages import StageProblem, fixed_cuts
 from autopar.solver.cut_line import Cuts, FixedCuts, LineCuts
 from autopar.solver.linear import Floats
 from autopar.solver.parts import PriceBound
@@ -40,18 +40,18 @@ def least_step_us(
         return math.inf
     counts = [run.count for run in problem.runs]
     longest = problem.instances - stages + 1
-    tried = min(longest, 2 * -(-problem.instances // stages) + 4) if problem.chunks == 1 else longest
+    fixed = fixed_cuts(problem) is not None
+    tried = longest if fixed else min(longest, 2 * -(-problem.instances // stages) + 4)
     while True:
         value, next_up = _of_cuts(problem, _cuts(problem, counts, tried), run_parts, bounds, transient, tried)
-        if problem.chunks > 1 or tried == longest or value <= next_up:
+        if fixed or tried == longest or value <= next_up:
             return value
         tried = min(longest, 2 * tried)
 
 
 def _cuts(problem: StageProblem, counts: Sequence[int], longest: int) -> Cuts:
-    if problem.chunks > 1:
-        cuts = device_cuts(problem)
-        assert cuts is not None
+    cuts = fixed_cuts(problem)
+    if cuts is not None:
         return FixedCuts(cuts)
     return _line_cuts(tuple(counts), len(problem.stages), longest)
 

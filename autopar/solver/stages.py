@@ -34,8 +34,8 @@ from autopar.ir.stages import (
     StageObjective,
     StageProblem,
     StageSolution,
-    device_cuts,
     evaluate_stages,
+    fixed_cuts,
 )
 from autopar.solver.cut_line import Cuts, FixedCuts, LineCuts
 from autopar.solver.linear import Bools, Floats, Ints
@@ -137,9 +137,8 @@ def _infeasible(needed_bytes: int | None) -> StageSolution:
 
 
 def _cuts(problem: StageProblem, longest: int) -> Cuts:
-    if problem.chunks > 1:
-        cuts = device_cuts(problem)
-        assert cuts is not None
+    cuts = fixed_cuts(problem)
+    if cuts is not None:
         return FixedCuts(cuts)
     return LineCuts([run.count for run in problem.runs], len(problem.stages), longest)
 
@@ -149,7 +148,7 @@ def _solve_step(problem: StageProblem, cutoff_us: float) -> StageSolution | None
     kinds = _Kinds(problem)
     search = _Search(problem, kinds, cutoff_us)
     slowest, total, finish = _least(problem)
-    free = problem.chunks > 1 or problem.pace == 0 or slowest <= 0
+    free = fixed_cuts(problem) is not None or problem.pace == 0 or slowest <= 0
     cap = math.inf if free else FIRST_GUESS * slowest
     known_feasible = False
     relaxed = math.inf

@@ -99,6 +99,8 @@ def all_assignments(problem: StageProblem) -> Iterator[Assignment]:
     if problem.chunks > 1:
         fixed = device_cuts(problem)
         cuts = [fixed] if fixed else []
+    elif problem.cuts is not None:
+        cuts = [problem.cuts]
     else:
         cuts = list(line_cuts(problem))
     for cut in cuts:

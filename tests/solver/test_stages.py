@@ -28,7 +28,7 @@ from autopar.ir.stages import (
 )
 from autopar.solver import mixes, solve_stages, stages_bound_us
 from autopar.solver import stages as room
-from tests.solver.stage_problems import BruteForce, random_column, random_stage_problem
+from tests.solver.stage_problems import BruteForce, line_cuts, random_column, random_stage_problem
 
 SEEDS = st.integers(min_value=0, max_value=10**6)
 
@@ -72,6 +72,28 @@ def check_against_everything(problem: StageProblem) -> None:
 @given(SEEDS)
 def test_optimum_is_that_of_trying_everything(seed: int) -> None:
     check_against_everything(random_stage_problem(seed))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(SEEDS)
+def test_optimum_of_cuts_that_are_decided(seed: int) -> None:
+    """Seen to fail: the best of all cuts."""
+    problem = random_stage_problem(seed)
+    every = list(line_cuts(problem))
+    if every:
+        check_against_everything(replace(problem, cuts=random.Random(seed).choice(every)))
+
+
+def test_decided_cuts_are_held_to() -> None:
+    problem = next(p for p in map(random_stage_problem, range(99)) if len(p.stages) > 1 < len(list(line_cuts(p))))
+    first, second = list(line_cuts(problem))[:2]
+    counts = tuple(
+        tuple((n, *(0,) * (len(r.columns) - 1)) for n, r in zip(held, problem.runs, strict=True)) for held in second
+    )
+    with pytest.raises(ValueError, match="stages must hold"):
+        evaluate_stages(replace(problem, cuts=first), Assignment(counts=counts))
+    with pytest.raises(ValueError, match="2 chunks"):
+        replace(problem, cuts=first, chunks=2)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
