@@ -23,8 +23,8 @@ from autopar.ir.parts import Amount
 from autopar.ir.plan import Plan
 from autopar.ir.problem import evaluate
 from autopar.ir.stages import Assignment, evaluate_stages, even_split
-from autopar.pipelines.problem import frame_of, priced_trial
-from autopar.pipelines.search import best_of, look
+from autopar.pipelines.problem import frame_of, problem_of
+from autopar.pipelines.search import Kinds, best_of
 from autopar.pipelines.trials import Trial, chunks_of, trials
 from autopar.present.plan_text import plan_text
 from autopar.solver import Held, PartsModel, solve_stages
@@ -71,6 +71,10 @@ def trial_of(task: Task, load: Load, data: int, tensor: int) -> Trial:
     return Trial(load=load, mesh=stage_mesh(data, tensor, task.cluster), rows=24 // data // load.micro_batches)
 
 
+def search_of(task: Task, trial: Trial):
+    return Kinds(task).search_of(trial)[1]
+
+
 def possible_choices(parted, start, count: int, seed: int = 7):
     """Choices near `start` that have a price."""
     rng = random.Random(seed)
@@ -92,7 +96,8 @@ def possible_choices(parted, start, count: int, seed: int = 7):
 def test_nothing_of_a_problem_is_lost_on_the_way_to_its_parts(allow, stages, micro_batches, data, tensor):
     """What the parts take adds up to the problem's objective, for any choice; columns are those sums by instance."""
     task = task_of(stages * data * tensor, allow=allow)
-    priced, parted = priced_trial(task, trial_of(task, Load(stages=stages, micro_batches=micro_batches), data, tensor))
+    found = problem_of(task, trial_of(task, Load(stages=stages, micro_batches=micro_batches), data, tensor))
+    priced, parted = found.priced, found.parted
     start = solve_problem(priced.problem, task.options, gap=0.0, cutoff_us=None)
     assert start is not None
     tied = priced.wiring.storage_of["transformer.wte.weight"]  # is the head's weight too
@@ -115,10 +120,30 @@ def test_nothing_of_a_problem_is_lost_on_the_way_to_its_parts(allow, stages, mic
         assert resident >= weights
 
 
+def test_a_repriced_problem_is_the_one_that_is_built():
+    """From a trial alike, with other ranks and stages, the same numbers come as from nothing."""
+    task = task_of(8)
+    every = trials(task)
+    compared = 0
+    for trial in every:
+        alike = next(t for t in every if (t.tensor, t.rows) == (trial.tensor, trial.rows))
+        if alike == trial:
+            continue
+        built, again = problem_of(task, trial), problem_of(task, trial, problem_of(task, alike))
+        assert again.parted == built.parted
+        assert again.priced.compute_us == built.priced.compute_us
+        assert again.priced.whole_bytes == built.priced.whole_bytes
+        compared += again.priced.problem != problem_of(task, alike).priced.problem
+        if compared == 6:
+            break
+    assert compared == 6
+
+
 def test_what_lasts_is_paid_once():
     """A conversion to what stays all through the step is paid once, one from it in every micro-batch."""
     task = task_of(4)
-    priced, parted = priced_trial(task, trial_of(task, Load(micro_batches=6), 4, 1))
+    found = problem_of(task, trial_of(task, Load(micro_batches=6), 4, 1))
+    priced, parted = found.priced, found.parted
     when = {paid.value: paid.amount for paid in parted.paid}
     lasting = [i for i, v in enumerate(priced.problem.values) if v.name.startswith("to held:") and "sum" not in v.name]
     read = [i for i, v in enumerate(priced.problem.values) if v.name.startswith("held:")]
@@ -132,7 +157,7 @@ def test_bounds_hold_for_every_choice(part: float):
     """At the prices of a stage's memory no part of any choice goes below the bound, and the LP's own point is on it."""
     task = task_of(4)
     trial = trial_of(task, Load(stages=2, micro_batches=3), 2, 1)
-    _, parted = priced_trial(task, trial)
+    parted = problem_of(task, trial).parted
     model = PartsModel(parted)
     free = model.free()
     start = model.choice_at({(p, a): 1.0 for p in range(3) for a in (Amount.FORWARD, Amount.BACKWARD)})
@@ -160,7 +185,7 @@ def test_the_answer_is_the_best_of_all_trials():
     assert found.bound_us <= found.best.step_us * (1 + 1e-9)
     steps = []
     for trial in trials(task):
-        _, search = look(task, trial)
+        search = search_of(task, trial)
         while search.step(math.inf, 0.0):
             pass
         assert search.best is not None
@@ -319,7 +344,7 @@ def test_such_plans_are_not_run_yet():
 def test_a_worse_cut_costs_more():
     """The referee prices another cut of the same columns no lower, or it doesn't fit."""
     task = task_of(4, pins={"pp": 2, "tp": 1}, micro_batches=6)
-    _, search = look(task, trials(task)[0])
+    search = search_of(task, trials(task)[0])
     search.solve(1, math.inf, 0.0)
     best = search.best
     assert best is not None and best.assignment.assignment is not None
@@ -343,7 +368,7 @@ def test_an_even_split_is_cheaper_with_chunks():
     """Interleaving makes the bubble shorter: the same columns in more chunks take no longer where all fits."""
     task = task_of(2, pins={"pp": 2, "tp": 1, "dp": 1}, micro_batches=4)
     trial = trials(task)[0]
-    _, parted = priced_trial(task, trial)
+    parted = problem_of(task, trial).parted
     choice = PartsModel(parted).choice_at({(p, a): 1.0 for p in range(3) for a in (Amount.FORWARD, Amount.BACKWARD)})
     assert choice is not None and chunks_of(task, trial) == (1, 3)
     steps = []

@@ -95,15 +95,11 @@ def build_problem(
     have of the whole batch); `mesh` is that of the devices, and `once_prices` are the prices on it. `emitted`: a
     program is made of the answer as it is, so that memory is counted to the end of the step, with what callers hold.
     """
-    metas = {g.name: {name: v.meta for name, v in g.values().items()} for g in captured.graphs}
-    lasting = lasting_slots(wiring) if load else frozenset[int]()
-    context = Context(
-        captured, table, prices, options, metas, {}, mesh or table.mesh, lasting,
-        lasting_wires(wiring, lasting) | frozenset(gradient_wires(wiring) if load else ()),
-        once_prices or prices, frozenset(i for i, w in enumerate(wiring.wires) if stays(wiring, w)),
-    )  # fmt: skip
+    context = context_of(captured, wiring, table, prices, options, load=load, mesh=mesh, once_prices=once_prices)
     choices = tuple(_options(slot, context) for slot in wiring.slots)
-    priced = [_node(i, slot, picks, context) for i, (slot, picks) in enumerate(zip(wiring.slots, choices, strict=True))]
+    priced = [
+        node_costs(i, slot, picks, context) for i, (slot, picks) in enumerate(zip(wiring.slots, choices, strict=True))
+    ]
     values, layouts = [], []
     waiting = waiting_sums(wiring, choices)
     chosen = load is not None or RECOMPUTE in options.allow
@@ -140,7 +136,28 @@ def build_problem(
         (*range(len(values)), *(wire for wire, _, _ in more)),
         part.choices, held.choices,
         (*(_when(i, w, context) for i, w in enumerate(wiring.wires)), *(when for _, _, when in more)),
-        lasting, load or Load(), whole,
+        context.lasting, load or Load(), whole,
+    )  # fmt: skip
+
+
+def context_of(
+    captured: CapturedGraph,
+    wiring: Wiring,
+    table: StrategyTable,
+    prices: Prices,
+    options: Options,
+    *,
+    load: Load | None = None,
+    mesh: Mesh | None = None,
+    once_prices: Prices | None = None,
+) -> Context:
+    """What numbers are worked out from; arguments as for `build_problem`."""
+    metas = {g.name: {name: v.meta for name, v in g.values().items()} for g in captured.graphs}
+    lasting = lasting_slots(wiring) if load else frozenset[int]()
+    return Context(
+        captured, table, prices, options, metas, {}, mesh or table.mesh, lasting,
+        lasting_wires(wiring, lasting) | frozenset(gradient_wires(wiring) if load else ()),
+        once_prices or prices, frozenset(i for i, w in enumerate(wiring.wires) if stays(wiring, w)),
     )  # fmt: skip
 
 
@@ -153,10 +170,7 @@ def _when(index: int, wire: Wire, context: Context) -> When:
 def _held(wiring: Wiring, choices: Choices, part: LaterPart, context: Context) -> HeldPart:
     """What stays for all micro-batches of a step."""
     wires = wiring.wires
-    prices = HeldPrices(
-        convert_us=lambda i, p, q, once: context.convert_us(i, wires[i], p, q, once=once),
-        bytes=lambda i, q: context.stored(wires[i].meta, q).nbytes * wires[i].count,
-    )
+    prices = HeldPrices(convert_us=lambda i, p, q, once: context.convert_us(i, wires[i], p, q, once=once))
     lasting = context.lasting_wires
     return add_held(
         wiring, choices, context.lasting, {i: a for i, a in part.asked.items() if i in lasting}, prices,
@@ -217,9 +231,10 @@ def _shared_storage(slot: Slot, table: StrategyTable) -> tuple[Layout, ...]:
     return shared
 
 
-def _node(
+def node_costs(
     index: int, slot: Slot, picks: tuple[Strategy, ...] | tuple[Layout, ...], context: Context
 ) -> tuple[ProblemNode, tuple[float, ...]]:
+    """A slot's node, and how much of its costs is computation."""
     if slot.kind is SlotKind.OP:
         compute, inner = _op_costs(index, slot, picks, context)
     elif slot.kind is SlotKind.STORAGE:

@@ -46,14 +46,13 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldNode:
-    """A node beyond the slots. `slot`: whose bytes these are; per choice: `bytes` per device of all instances."""
+    """A node beyond the slots. `slot`: whose bytes it holds."""
 
     node: int
     slot: int
     wire: int
     gradient: bool
     choices: tuple[Held, ...]
-    bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +79,9 @@ class HeldPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPrices:
-    """`convert_us`: wire, from, to, once a step or not -> µs, all instances; `bytes`: wire, layout -> bytes of all."""
+    """`convert_us`: wire, from, to, once a step or not -> µs, all instances."""
 
     convert_us: Callable[[int, Layout, Layout, bool], float]
-    bytes: Callable[[int, Layout], int]
 
 
 def lasting_slots(wiring: Wiring) -> frozenset[int]:
@@ -226,10 +224,7 @@ class _Builder:
     def _node(self, name: str, slot: int, wire: int, kinds: list[Held], *, gradient: bool) -> int:
         node = self.first_node + len(self.nodes)
         self.nodes.append(ProblemNode(name=name, cost_us=(0.0,) * len(kinds)))
-        sizes = tuple(0 if k.own and not gradient else self.prices.bytes(wire, k.layout) for k in kinds)
-        self.found.append(
-            HeldNode(node=node, slot=slot, wire=wire, gradient=gradient, choices=tuple(kinds), bytes=sizes)
-        )
+        self.found.append(HeldNode(node=node, slot=slot, wire=wire, gradient=gradient, choices=tuple(kinds)))
         return node
 
     def _to_held(

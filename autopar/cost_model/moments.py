@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from autopar.cost_model.context import Choices, Context, Prices, trainable
-from autopar.cost_model.lasting import HeldPart
+from autopar.cost_model.lasting import HeldNode, HeldPart
 from autopar.cost_model.later import LaterNode
 from autopar.cost_model.live import LOOP_COPIES
 from autopar.cost_model.wiring import Reader, Slot, SlotKind, Wire, Wiring, stays
@@ -66,20 +66,34 @@ def whole_bytes(
     context: Context,
 ) -> WholeBytes:
     """What the moments are made of; `saved`: what waits for the backward, where no choice says what does."""
-    storage = [i for i, s in enumerate(wiring.slots) if s.kind is SlotKind.STORAGE]
     names = [g.name for g in context.captured.graphs]
     together = [{name} for name in names] if held.nodes else [set(names)]  # stages hold some graphs each
     largest = [i for graphs in together for i in _largest_ops(wiring, graphs, context)]
     return WholeBytes(
-        resident=(
-            *(state for i in storage for state in _state_bytes(i, choices[i], context, wiring)),
-            *(Resident(c.node, c.slot, GRADIENTS if c.gradient else COPIES, c.bytes) for c in held.choices),
-        ),
+        resident=resident_bytes(wiring, choices, held.choices, context),
         saved=saved,
         working=tuple(
             (i, tuple(working_bytes(wiring.slots[i], pick, context) for pick in choices[i])) for i in largest
         ),
     )
+
+
+def resident_bytes(
+    wiring: Wiring, choices: Choices, held: tuple[HeldNode, ...], context: Context
+) -> tuple[Resident, ...]:
+    """What stays all through a step."""
+    found = []
+    for i, slot in enumerate(wiring.slots):
+        if slot.kind is SlotKind.STORAGE:
+            found += _state_bytes(i, choices[i], context, wiring)
+    for node in held:
+        wire = wiring.wires[node.wire]
+        sizes = tuple(
+            0 if c.own and not node.gradient else context.stored(wire.meta, c.layout).nbytes * wire.count
+            for c in node.choices
+        )
+        found.append(Resident(node.node, node.slot, GRADIENTS if node.gradient else COPIES, sizes))
+    return tuple(found)
 
 
 def _largest_ops(wiring: Wiring, graphs: set[str], context: Context) -> list[int]:

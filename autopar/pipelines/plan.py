@@ -14,7 +14,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan, PlanSolver
 from autopar.ir.problem import Problem
 from autopar.ir.strategy import Note
-from autopar.pipelines.problem import frame_of, priced_trial
+from autopar.pipelines.problem import frame_of, problem_of
 from autopar.pipelines.search import PROVEN, Found, Solved, best_of
 from autopar.pipelines.trials import Trial
 from autopar.solver import LeastMemory, minimise_memory, with_memory
@@ -67,7 +67,7 @@ def _nothing_fits(task: Task, found: Found, progress: Progress) -> InfeasibleErr
         small.setdefault((trial.load.stages, trial.mesh), trial)
     for i, trial in enumerate(small.values()):
         progress(f"nothing fits: the least memory of {trial}", i / len(small))
-        problem = with_memory(priced_trial(task, trial)[1], frame_of(task, trial))
+        problem = with_memory(problem_of(task, trial).parted, frame_of(task, trial))
         needs = minimise_memory(problem)
         if needs is not None:
             least.append((needs.needed_bytes, i, problem, needs, trial))

@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from autopar import sharding
 from autopar.candidates import Task
-from autopar.cost_model.build import Priced, build_problem
+from autopar.cost_model.build import Priced, build_problem, context_of
 from autopar.cost_model.pipeline import block_runs, parted, stages_of
 from autopar.cost_model.prices import MeshPrices
+from autopar.cost_model.reprice import repriced
 from autopar.ir.parts import Frame, PartedProblem
+from autopar.ir.strategy import StrategyTable
 from autopar.pipelines.trials import Trial
 from autopar.sharding import stage_blocks
 
 
-def priced_trial(task: Task, trial: Trial) -> tuple[Priced, PartedProblem]:
-    """Raises PinError for pins that the trial's mesh can't hold."""
-    table = sharding.build_table(task.captured, trial.pieces, task.options, rules=task.rules)
-    prices = MeshPrices(task.cluster, trial.mesh, trial.pieces)
-    priced = build_problem(
-        task.captured, task.wiring, table, prices, task.options, 0, load=trial.load, mesh=trial.mesh,
-        once_prices=MeshPrices(task.cluster, trial.mesh),
-    )  # fmt: skip
-    return priced, parted(task.captured, priced, task.ends)
+@dataclass(frozen=True, slots=True)
+class TrialProblem:
+    """A trial's problem, as numbers, in parts, and the table that it was made from."""
+
+    priced: Priced
+    parted: PartedProblem
+    table: StrategyTable
+
+
+def problem_of(task: Task, trial: Trial, alike: TrialProblem | None = None) -> TrialProblem:
+    """The trial's problem; from one of a trial `alike`, with as many tensor-parallel ranks and rows, in half the time.
+
+    Raises PinError for pins that the trial's mesh can't hold.
+    """
+    prices, once = MeshPrices(task.cluster, trial.mesh, trial.pieces), MeshPrices(task.cluster, trial.mesh)
+    if alike is None:
+        table = sharding.build_table(task.captured, trial.pieces, task.options, rules=task.rules)
+        priced = build_problem(
+            task.captured, task.wiring, table, prices, task.options, 0, load=trial.load, mesh=trial.mesh,
+            once_prices=once,
+        )  # fmt: skip
+    else:
+        table = alike.table
+        context = context_of(
+            task.captured, task.wiring, table, prices, task.options, load=trial.load, mesh=trial.mesh, once_prices=once
+        )
+        priced = repriced(alike.priced, context, trial.load)
+    return TrialProblem(priced, parted(task.captured, priced, task.ends), table)
 
 
 def frame_of(task: Task, trial: Trial) -> Frame:

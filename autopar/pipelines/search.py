@@ -1,10 +1,9 @@
 """The best of all trials: what bounds them is made tighter for that with the lowest bound, until it is solved.
 
-kind      trials of one tensor parallelism and one size of micro-batch have the same work and the same activations. What
-          these take at the least, under the memory of a device, bounds every trial of the kind. A size of which nothing
-          is known yet takes no less for each row than a larger one
-joined    the same, with what is done once a step, on the fewest data-parallel ranks of any trial
-own       the trial's own problem: its communication, and all that its stages hold
+kind      trials of one tensor parallelism and one size of micro-batch run the same ops on the same pieces. What these
+          take at the least, with memory for nothing, bounds every trial of the kind; of a kind that nothing is known
+          of, that of larger micro-batches, as fewer rows take no less for each
+own       the trial's own problem, with all communication and what is done once a step, under the memory of its stages
 solved    its best plan (`solver.whole`), while its bound is the lowest
 
 The search ends when no bound is below the best plan's step by more than the gap.
@@ -12,6 +11,7 @@ The search ends when no bound is below the best plan's step by more than the gap
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 import time
@@ -20,13 +20,10 @@ from dataclasses import dataclass, field
 from autopar import sharding
 from autopar.candidates import Progress, Task
 from autopar.cost_model.build import Priced
-from autopar.cost_model.pipeline import stages_of
-from autopar.cost_model.search_space import stage_mesh
-from autopar.ir.load import Load
 from autopar.ir.parts import PartedProblem, WholeSolution
-from autopar.pipelines.problem import frame_of, priced_trial
-from autopar.pipelines.trials import Trial, batch_size, chunks_of, trials
-from autopar.solver import Held, PartsModel, PriceBound, WholeSearch, least_of, once_weight
+from autopar.pipelines.problem import TrialProblem, frame_of, problem_of
+from autopar.pipelines.trials import Trial, chunks_of, trials
+from autopar.solver import PartsModel, PriceBound, WholeSearch, least_of
 
 PROVEN = 1e-6
 """A gap below which a step is called optimal."""
@@ -36,18 +33,22 @@ STAGES_GAP = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What bounds all trials of one tensor parallelism and `rows`. `parts`: of its problem; None if it has none.
+    """What bounds all trials of one tensor parallelism and `rows`, and of fewer rows.
 
-    `bounds`: with nothing done once. Those of fewer rows are as many times smaller.
+    `problem`: of one of its trials, and `parts` its model. `free`: with memory for nothing, once for nothing.
     """
 
     rows: int
-    parts: PartsModel | None = None
-    bounds: tuple[PriceBound, ...] = ()
+    problem: TrialProblem
+    parts: PartsModel
+    free: PriceBound
 
-    def scaled(self, rows: int) -> tuple[PriceBound, ...]:
-        """The bounds for fewer rows."""
-        return tuple(b.scaled(rows / self.rows) for b in self.bounds)
+    def least_us(self, task: Task, trial: Trial) -> float:
+        """No plan of the trial takes less."""
+        fewer = trial.rows / self.rows
+        frame, passed = frame_of(task, trial), self.parts.least_passed() * fewer
+        bounds = [self.free.scaled(fewer)]
+        return min(least_of(self.parts.parted, frame, v, bounds, passed) for v in chunks_of(task, trial))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +85,11 @@ class Found:
 
 @dataclass
 class Known:
-    """What is known of a trial. `kind_rows`: of the kind that bounds it; `search`: of its own problem."""
+    """What is known of a trial. `search`: of its own problem."""
 
     trial: Trial
     bound_us: float = 0.0
-    kind_rows: int = 0
-    bounds: tuple[PriceBound, ...] = ()
-    joined: bool = False
+    own_kind: bool = False
     priced: Priced | None = None
     search: WholeSearch | None = None
 
@@ -118,54 +117,34 @@ class Models:
 class Kinds:
     """Kinds by (tensor, rows), worked out when they are asked for."""
 
-    def __init__(self, task: Task, every: tuple[Trial, ...], models: Models) -> None:
-        self.task, self.models = task, models
+    def __init__(self, task: Task) -> None:
+        self.task, self.models = task, Models()
         self.found: dict[tuple[int, int], Kind] = {}
-        self.data = {t.tensor: min(o.data for o in every if o.tensor == t.tensor) for t in every}
-        room = max(s.limit_bytes for s in stages_of(task.cluster, 1, task.limit_bytes))
-        self.room = float(room)
 
-    def nearest(self, trial: Trial) -> Kind:
+    def nearest(self, trial: Trial) -> Kind | None:
         """Of the same rows, or of the next larger ones that are known."""
-        rows = min(rows for tensor, rows in self.found if tensor == trial.tensor and rows >= trial.rows)
-        return self.found[trial.tensor, rows]
+        larger = [rows for tensor, rows in self.found if tensor == trial.tensor and rows >= trial.rows]
+        return self.found[trial.tensor, min(larger)] if larger else None
 
-    def work_out(self, tensor: int, rows: int) -> Kind:
-        """Bounds with memory for nothing, and under a device's memory for what waits for the backward.
+    def of(self, trial: Trial) -> Kind:
+        """The trial's kind; worked out on its ranks if it isn't known. Raises PinError.
 
-        A first stage has as many micro-batches in flight as there are stages, each of as large a part of the model.
+        What a micro-batch takes at the least, with memory for nothing, is the same for any number of data-parallel
+        ranks: weights stay whole on each, and each has its own rows.
         """
-        task, data, batch = self.task, self.data[tensor], batch_size(self.task)
-        data = data if batch % (data * rows) == 0 else 1
-        mesh = stage_mesh(data, tensor, task.cluster)
-        try:
-            _, whole = priced_trial(task, Trial(load=Load(micro_batches=batch // data // rows), mesh=mesh, rows=rows))
-        except sharding.PinError:  # of this mesh, which says nothing of its trials
-            found = Kind(rows)
-        else:
-            parts = self.models.of(whole)
-            found = Kind(rows, parts, (parts.free(), self._waiting(parts, 0.0)))
-        self.found[tensor, rows] = found
-        return found
+        key = (trial.tensor, trial.rows)
+        if key not in self.found:
+            problem = problem_of(self.task, trial)
+            parts = self.models.of(problem.parted)
+            self.found[key] = Kind(trial.rows, problem, parts, parts.free())
+        return self.found[key]
 
-    def _waiting(self, parts: PartsModel, once: float) -> PriceBound:
-        whole = parts.parted
-        return parts.limited(Held(whole.counts, 1.0, self.room - whole.fixed_bytes), once, resident=0.0)
-
-    def joined(self, trial: Trial, kind: Kind) -> tuple[PriceBound, ...]:
-        """The kind's bounds, of the trial's own rows, and one with what is done once a step."""
-        if kind.parts is None:
-            return ()
-        chunks = chunks_of(self.task, trial)
-        once = min(once_weight(trial.load.stages, trial.load.micro_batches, v) for v in chunks)
-        return (*kind.bounds, self._waiting(kind.parts, once))
-
-    def least_us(self, trial: Trial, kind: Kind, bounds: tuple[PriceBound, ...]) -> float:
-        """No plan of the trial takes less, by bounds of its kind."""
-        if kind.parts is None:
-            return 0.0
-        frame, passed = frame_of(self.task, trial), kind.parts.least_passed() * trial.rows / kind.rows
-        return min(least_of(kind.parts.parted, frame, v, bounds, passed) for v in chunks_of(self.task, trial))
+    def search_of(self, trial: Trial) -> tuple[Priced, WholeSearch]:
+        """The trial's own problem. Raises PinError."""
+        kind = self.of(trial)
+        problem = problem_of(self.task, trial, kind.problem)
+        parts = self.models.of(problem.parted)
+        return problem.priced, WholeSearch(parts, frame_of(self.task, trial), chunks_of(self.task, trial), [kind.free])
 
 
 @dataclass
@@ -183,8 +162,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.every = tuple(sorted(trials(self.task), key=lambda t: t.order))
-        self.models = Models()
-        self.kinds = Kinds(self.task, self.every, self.models)
+        self.kinds = Kinds(self.task)
         asked = self.task.options.gap
         self.gap = max(asked, STAGES_GAP) if asked else 0.0
 
@@ -197,11 +175,13 @@ class Search:
         """Search until no trial can be better by more than the gap, or `end`. True if it was not stopped."""
         for i, tensor in enumerate(sorted({t.tensor for t in self.every})):
             self.progress(f"bound tp={tensor}", 0.02 * i)
-            self.kinds.work_out(tensor, max(t.rows for t in self.every if t.tensor == tensor))
-        found = []
-        for trial in self.every:
-            kind = self.kinds.nearest(trial)
-            found.append(Known(trial, self.kinds.least_us(trial, kind, kind.scaled(trial.rows))))
+            alike = [t for t in self.every if t.tensor == tensor]
+            with contextlib.suppress(sharding.PinError):  # of this one, which says nothing of the others
+                self.kinds.of(max(alike, key=lambda t: (t.rows, -t.data)))
+        found = [Known(t) for t in self.every]
+        for known in found:
+            kind = self.kinds.nearest(known.trial)
+            known.bound_us = kind.least_us(self.task, known.trial) if kind else 0.0
         left = [(known.bound_us, i) for i, known in enumerate(found)]
         heapq.heapify(left)
         while left:
@@ -229,33 +209,18 @@ class Search:
             if solved is not None and solved.step_us < self.cutoff_us:
                 self.best = solved
             known.bound_us = max(known.bound_us, known.search.least_us())
-        elif known.kind_rows != trial.rows:
-            kind = self.kinds.found.get((trial.tensor, trial.rows)) or self.kinds.work_out(trial.tensor, trial.rows)
-            known.kind_rows = kind.rows
-            known.bound_us = max(known.bound_us, self.kinds.least_us(trial, kind, kind.bounds))
-        elif not known.joined:
-            known.joined = True
-            kind = self.kinds.nearest(trial)
-            known.bounds = self.kinds.joined(trial, kind)
-            known.bound_us = max(known.bound_us, self.kinds.least_us(trial, kind, known.bounds))
-        else:
-            self.looked += 1
-            try:
-                known.priced, whole = priced_trial(self.task, trial)
-            except sharding.PinError as error:
-                self.refused.append(error)
-                return False
-            parts = self.models.of(whole)
-            chunks = chunks_of(self.task, trial)
-            known.search = WholeSearch(parts, frame_of(self.task, trial), chunks, list(known.bounds))
-            known.bound_us = max(known.bound_us, known.search.least_us())
+            return True
+        try:
+            if not known.own_kind:
+                known.own_kind = True
+                known.bound_us = max(known.bound_us, self.kinds.of(trial).least_us(self.task, trial))
+            else:
+                self.looked += 1
+                known.priced, known.search = self.kinds.search_of(trial)
+        except sharding.PinError as error:
+            self.refused.append(error)
+            return False
         return True
-
-
-def look(task: Task, trial: Trial) -> tuple[Priced, WholeSearch]:
-    """The trial's own problem. Raises PinError for pins that its mesh can't hold."""
-    priced, whole = priced_trial(task, trial)
-    return priced, WholeSearch(PartsModel(whole), frame_of(task, trial), chunks_of(task, trial))
 
 
 def best_of(task: Task, progress: Progress, below_us: float = math.inf) -> Found:

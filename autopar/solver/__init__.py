@@ -13,7 +13,7 @@ from autopar.solver.reduce import reduce_problem
 from autopar.solver.reduction import keep_strategies
 from autopar.solver.stage_bound import least_step_us, once_weight
 from autopar.solver.stages import least_peak_bytes, solve_stages, stages_bound_us
-from autopar.solver.whole import WholeSearch, least_of, with_memory
+from autopar.solver.whole import WholeSearch, even_share, least_of, unchosen, with_memory
 
 __all__ = [
     "Held",
@@ -23,6 +23,7 @@ __all__ = [
     "WholeSearch",
     "build_model",
     "dump_problem",
+    "even_share",
     "keep_strategies",
     "largest_terms",
     "least_of",
@@ -37,6 +38,7 @@ __all__ = [
     "solve",
     "solve_stages",
     "stages_bound_us",
+    "unchosen",
     "with_memory",
     "write_lp",
     "write_mps",

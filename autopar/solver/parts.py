@@ -108,25 +108,25 @@ class PartsModel:
         every = range(len(self.parted.parts))
         return PriceBound(once_weight=once_weight, least=self.least(self._weights(once_weight), every))
 
-    def limited(self, held: Held, once_weight: float, resident: float = 1.0) -> PriceBound:
-        """The bound at the price that a stage's memory has, which is 0 where all fits. `resident`: of what stays."""
+    def limited(self, held: Held, once_weight: float) -> PriceBound:
+        """The bound at the price that a stage's memory has, which is 0 where all fits."""
         parts = [p for p, n in enumerate(held.instances) if n]
         own = self._shared.part_model(parts)
         times = {p: float(held.instances[p]) for p in parts}
         cost = self._cost(_times(self._weights(once_weight), times), apart=True)[own.columns]
         # What is made again in one instance at a time is at least its mean over all of them.
-        remade = resident / sum(held.instances)
-        sizes = self._cost(_times(self._weights(0.0, held.in_flight, resident, remade, busy=0.0), times), apart=True)[
+        remade = 1 / sum(held.instances)
+        sizes = self._cost(_times(self._weights(0.0, held.in_flight, 1.0, remade, busy=0.0), times), apart=True)[
             own.columns
         ]
         room = held.room_bytes - max((self._smallest[p] for p in parts), default=0.0)
         scale = UNITS / max(room, 1.0)
         answer = own.session.solve(cost, (sizes * scale, room * scale))
         if answer.point is None:
-            return self.at_prices(0.0, held.in_flight, resident, remade, busy=0.0)
+            return self.at_prices(0.0, held.in_flight, 1.0, remade, busy=0.0)
         price = abs(float(answer.row_dual[-1])) * scale
         return self.at_prices(
-            once_weight, price * held.in_flight, price * resident, price * remade, known=(own, answer.point, parts)
+            once_weight, price * held.in_flight, price, price * remade, known=(own, answer.point, parts)
         )
 
     def at_prices(
@@ -326,6 +326,8 @@ class _Shared:
 def _same_form(a: PartedProblem, b: PartedProblem) -> bool:
     """True if only numbers differ: their linear models have the same rows and columns."""
     ours, theirs = a.problem, b.problem
+    if ours is theirs and a.homes == b.homes:
+        return True
     if (a.homes, len(ours.nodes), len(ours.values)) != (b.homes, len(theirs.nodes), len(theirs.values)):
         return False
     if any(len(m.cost_us) != len(n.cost_us) for m, n in zip(ours.nodes, theirs.nodes, strict=True)):

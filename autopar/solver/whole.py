@@ -28,8 +28,6 @@ NEAR = (0.99, 1.01)
 """The same when one stage's memory is looked at: the choices on both sides of its price."""
 FILL = 0.01
 """Stages within this part of the slowest one set the pace."""
-SAME = 1e-9
-"""Relative: a bound that is no higher than before."""
 EVERY = 4096
 """Choices of a problem up to which all are tried, where bounds leave something open."""
 ROUNDS = 6
@@ -41,7 +39,7 @@ def least_of(
     transient: Sequence[float] = (),
 ) -> float:  # fmt: skip
     """No plan with so many chunks takes less, by these bounds."""
-    problem = frame.problem(parted, _unchosen(parted), chunks, passed_bytes)
+    problem = frame.problem(parted, unchosen(parted), chunks, passed_bytes)
     return least_step_us(problem, [p for p, _ in parted.runs], bounds, transient)
 
 
@@ -57,6 +55,8 @@ class WholeSearch:
     closed: dict[int, float] = field(default_factory=dict)
     """Chunks -> the bound that its search ended with."""
     looked: dict[tuple[float, float, float, tuple[int, ...]], PriceBound] = field(default_factory=dict)
+    known: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Chunks -> (bounds that were known, their least step)."""
     best: WholeSolution | None = None
 
     def __post_init__(self) -> None:
@@ -75,23 +75,34 @@ class WholeSearch:
 
         Plans that take `cutoff_us` or more are not looked for; a `gap` as a part of the step is near enough.
         """
-        chunks = min(self.chunks, key=lambda v: (self._least_us(v), v))
+        chunks = self._lowest()
         if chunks in self.closed:
             return False
-        before = self._least_us(chunks)
-        self.look(chunks)
-        if self._least_us(chunks) <= before * (1 + SAME):
+        if not self.raise_bound():
             self.solve(chunks, cutoff_us, gap)
         return True
 
+    def raise_bound(self) -> bool:
+        """Look at the memory of the first stage for the chunks that hold the bound down; False if that is known."""
+        chunks = self._lowest()
+        before = len(self.bounds)
+        self.look(chunks)
+        return len(self.bounds) > before
+
+    def _lowest(self) -> int:
+        return min(self.chunks, key=lambda v: (self._least_us(v), v))
+
     def _least_us(self, chunks: int) -> float:
-        found = least_of(self.parts.parted, self.frame, chunks, self.bounds, self.passed_bytes, self.transient)
-        return max(found, self.closed.get(chunks, 0.0))
+        known = self.known.get(chunks)
+        if known is None or known[0] != len(self.bounds):
+            found = least_of(self.parts.parted, self.frame, chunks, self.bounds, self.passed_bytes, self.transient)
+            known = self.known[chunks] = (len(self.bounds), found)
+        return max(known[1], self.closed.get(chunks, 0.0))
 
     def look(self, chunks: int) -> PriceBound:
         """The bound at the price of the first stage's memory, for an even share of the model."""
         problem = self._problem(chunks, ())
-        return self._limited(problem, 0, _even_share(self.parts.parted, len(problem.stages)))[0]
+        return self._limited(problem, 0, even_share(self.parts.parted, len(problem.stages)))[0]
 
     def solve(self, chunks: int, cutoff_us: float, gap: float) -> None:
         """Improve `best` with plans of so many chunks that take less than `cutoff_us`."""
@@ -129,7 +140,7 @@ class WholeSearch:
 
     def _problem(self, chunks: int, choices: Sequence[Choice]) -> StageProblem:
         parted = self.parts.parted
-        runs = parted.runs_of(choices) if choices else _unchosen(parted)
+        runs = parted.runs_of(choices) if choices else unchosen(parted)
         passed = parted.passed_bytes(choices[0]) if choices else self.passed_bytes
         return self.frame.problem(parted, runs, chunks, passed)
 
@@ -269,10 +280,10 @@ class WholeSearch:
 def with_memory(parted: PartedProblem, frame: Frame) -> Problem:
     """The problem under the memory of the first and the last stage of an even cut, with one of the largest ops."""
     count = len(frame.stages)
-    problem = frame.problem(parted, _unchosen(parted), 1)
+    problem = frame.problem(parted, unchosen(parted), 1)
     moments = []
     for stage, where in dict.fromkeys(((0, "first"), (count - 1, "last"))) if count > 1 else [(0, "")]:
-        held = _even_share(parted, count, last=stage == count - 1 and stage > 0)
+        held = even_share(parted, count, last=stage == count - 1 and stage > 0)
         place = problem.stages[stage]
         nodes = _held_bytes(parted, held, place.in_flight)
         base = Moment(
@@ -315,7 +326,7 @@ def _products(problem: Problem) -> int:
     return math.prod(len(n.cost_us) for n in problem.nodes)
 
 
-def _unchosen(parted: PartedProblem) -> tuple[Run, ...]:
+def unchosen(parted: PartedProblem) -> tuple[Run, ...]:
     """The runs, before anything is chosen."""
     nothing = Column(name="", forward_us=0.0, backward_us=0.0)
     return tuple(Run(name=parted.parts[p], count=n, columns=(nothing,)) for p, n in parted.runs)
@@ -325,7 +336,7 @@ def _once(problem: StageProblem) -> float:
     return once_weight(len(problem.stages), problem.micro_batches, problem.chunks)
 
 
-def _even_share(parted: PartedProblem, stages: int, *, last: bool = False) -> tuple[int, ...]:
+def even_share(parted: PartedProblem, stages: int, *, last: bool = False) -> tuple[int, ...]:
     """Instances of each part on the first stage (or the `last`): an end, and as many blocks as all have."""
     ends, inside = (parted.runs[0], parted.runs[-1]), parted.runs[1:-1]
     blocks = sum(n for _, n in inside)
