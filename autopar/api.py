@@ -291,6 +291,8 @@ def plan_captured(
 
     if options.objective == "cost" and mesh is None:
         plan, task = objectives.cheapest(task, best, progress)
+    elif options.objective == "memory" and options.searches_stages:
+        plan = objectives.least_memory(task, best, progress)
     else:
         found = best(task)
         assert found is not None

@@ -1,8 +1,10 @@
-"""What is best by another measure than time, of whole searches: fewest device-hours, on any part of the cluster.
+"""What is best by another measure than time, of whole searches: fewest device-hours, or with stages least memory.
 
 With d devices a step of t µs costs d·t. Every part of the cluster that `parts_of` names is searched, the smallest
 first, under a cutoff: what costs no less than the best known must take less than (its cost)/d, and a mesh or trial
 whose bound says that it doesn't isn't solved. A plan of perfect scaling would cost the same on any part.
+
+Least memory within a time is the smallest limit under which a search finds a plan so fast: by halving.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ from typing import Protocol
 
 from msgspec.structs import replace as replace_fields
 
-from autopar.candidates import Progress, Task
+from autopar.candidates import ROUNDING, Progress, Task
 from autopar.cost_model.search_space import parts_of
 from autopar.errors import UserError
-from autopar.ir.plan import Plan, PlanNote
+from autopar.ir.plan import Plan, PlanNote, PlanRequest, asked_options
+
+MEMORY_GAP = 0.01
+"""How near to the smallest limit is near enough, as a part of it."""
 
 
 class Search(Protocol):
@@ -76,6 +81,36 @@ def cheapest(task: Task, search: Search, progress: Progress) -> tuple[Plan, Task
         return plan, task
     note = PlanNote(kind="objective", where="", message=_words(best, looked))
     return replace_fields(best.plan, notes=[*best.plan.notes, note]), best.task
+
+
+def least_memory(task: Task, search: Search, progress: Progress) -> Plan:
+    """The plan of the smallest limit under which the search finds one within the task's slack of the fastest.
+
+    Raises InfeasibleError where nothing fits.
+    """
+    timed = replace(task, options=replace(task.options, objective="time"))
+    fastest = search(timed, cutoff_us=math.inf, required=True)
+    assert fastest is not None
+    slack = task.options.memory_slack
+    within = math.inf if slack is None else fastest.solver.objective_us * (1 + slack)
+    best, low = fastest, 0
+    while best.solver.memory_bytes - low > MEMORY_GAP * best.solver.memory_bytes:
+        limit = (best.solver.memory_bytes + low) // 2
+        progress(f"within {limit / 2**20:.0f} MiB", low / best.solver.memory_bytes)
+        tried = replace(timed, options=replace(timed.options, memory_limit=limit))
+        found = search(tried, cutoff_us=within * (1 + ROUNDING), required=False)
+        best, low = (found, low) if found is not None else (best, limit)
+    p, q = fastest.predicted, best.predicted
+    message = (
+        f"least memory of the plans {'of any step' if slack is None else f'within {slack:.1%} of the fastest step'}, "
+        f"to {MEMORY_GAP:.0%}: {q.peak_memory_bytes / 2**20:.0f} MiB per device and {q.step_time_us / 1e3:.3f} ms a "
+        f"step, where the fastest takes {p.peak_memory_bytes / 2**20:.0f} MiB and {p.step_time_us / 1e3:.3f} ms"
+    )
+    request = replace_fields(best.request or PlanRequest(), options=asked_options(task.options))
+    return replace_fields(
+        best, request=request, notes=[*best.notes, PlanNote(kind="objective", where="", message=message)],
+        solver=replace_fields(best.solver, within_us=None if slack is None else within),
+    )  # fmt: skip
 
 
 def _words(best: _Looked, looked: list[_Looked]) -> str:

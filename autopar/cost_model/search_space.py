@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise, permutations
 
 import msgspec
@@ -36,7 +36,12 @@ def mesh_candidates(cluster: ClusterSpec, options: Options, sizes: Mapping[str, 
         raise UserError(_no_axis("pp", stages))
     allowed = allowed_degrees(options)
     allowed.pop("pp", None)
-    _check_pins(pins, allowed, cluster)
+    check_pins(pins, allowed, cluster)
+    if set(pins) >= SEARCHED and math.prod(pins.values()) != cluster.devices and "cp" not in allowed:
+        raise UserError(
+            f"{_show(pins)} multiply to {math.prod(pins.values())} devices, but cluster {cluster.name} has "
+            f"{cluster.devices} devices"
+        )
     allowed = _within(pins, allowed, sizes or {})
     choices = tuple(_choices(axis, pins, allowed, cluster.devices) for axis in ORDER)
     orders = (ORDER,) if _neighbours_are_fastest(cluster) else tuple(permutations(ORDER))
@@ -44,6 +49,7 @@ def mesh_candidates(cluster: ClusterSpec, options: Options, sizes: Mapping[str, 
     meshes = list(dict.fromkeys(_mesh(order, sizes, cluster) for sizes in products for order in orders))
     if not meshes:
         raise UserError(_nothing_left(pins, allowed, cluster))
+    check_axes(meshes, options, cluster)
     return tuple(sorted(meshes, key=_promise))
 
 
@@ -91,7 +97,25 @@ def allowed_degrees(options: Options) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _check_pins(pins: Mapping[str, int], allowed: Mapping[str, tuple[int, ...]], cluster: ClusterSpec) -> None:
+def check_axes(meshes: Iterable[Mesh], options: Options, cluster: ClusterSpec) -> None:
+    """UserError for a pin that cuts over an axis of which every mesh has one rank, so that it would say nothing."""
+    longer = {a.name for mesh in meshes for a in mesh.axes if a.size > 1}
+    others = [f"pin {name}={size}" for name, size in axis_pins(options).items()]
+    others += [f"search_space {name}={list(sizes)}" for name, sizes in options.search_space.items()]
+    for name, value in options.pins.items():
+        terms = ["dp:S"] if name == "zero" and str(value) == "3" else str(value).split()
+        cut = [term.partition(":")[0] for term in terms if ":S" in term]
+        gone = next((axis for axis in cut if axis in ORDER and axis not in longer), None)
+        if gone is not None and cluster.devices > 1:
+            because = " and ".join(others) or "a search that isn't told of it"
+            raise UserError(
+                f"pin {name}={value}: cuts over {gone}, of which {because} leaves one rank on the {cluster.devices} "
+                f"devices of {cluster.name}"
+            )
+
+
+def check_pins(pins: Mapping[str, int], allowed: Mapping[str, tuple[int, ...]], cluster: ClusterSpec) -> None:
+    """UserError for pinned degrees that contradict the search space or the number of devices."""
     for axis, size in pins.items():
         if axis in allowed and size not in allowed[axis]:
             raise UserError(f"pin {axis}={size} contradicts search_space {_degree(axis)}={list(allowed[axis])}")
@@ -99,10 +123,6 @@ def _check_pins(pins: Mapping[str, int], allowed: Mapping[str, tuple[int, ...]],
     if cluster.devices % product:
         raise UserError(
             f"{text} needs a multiple of {product} devices, but cluster {cluster.name} has {cluster.devices} devices"
-        )
-    if set(pins) >= SEARCHED and product != cluster.devices and "cp" not in allowed:
-        raise UserError(
-            f"{text} multiply to {product} devices, but cluster {cluster.name} has {cluster.devices} devices"
         )
 
 

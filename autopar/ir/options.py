@@ -79,8 +79,6 @@ class Options:
             raise ValueError(f"memory_slack {self.memory_slack}: wanted a part of the fastest step, 0 or more, or None")
         if self.micro_batches is not None and self.micro_batches < 1:
             raise ValueError(f"micro_batches {self.micro_batches}: wanted a whole number of 1 or more")
-        if self.searches_stages and self.objective == "memory":
-            raise ValueError("objective 'memory' with stages or micro-batches: this version knows time and cost there")
         if set(self.allow) - {RECOMPUTE}:
             raise ValueError(f"allow {self.allow}: wanted none or {RECOMPUTE!r}; {OFFLOAD} is not there yet")
         if not 0 <= self.gap < 1:

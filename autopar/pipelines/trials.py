@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 
 from autopar.candidates import Task
 from autopar.cost_model.pipeline import block_runs
-from autopar.cost_model.search_space import allowed_degrees, axis_pins, divisors, stage_mesh
+from autopar.cost_model.search_space import (
+    allowed_degrees,
+    axis_pins,
+    check_axes,
+    check_pins,
+    divisors,
+    stage_mesh,
+)
 from autopar.errors import UserError
 from autopar.ir.graph import InputKind
 from autopar.ir.load import Load
@@ -70,10 +77,12 @@ def trials(task: Task) -> tuple[Trial, ...]:
     for axis in ("cp", "free"):
         if pins.get(axis, 1) != 1 or set(allowed.get(axis, (1,))) != {1}:
             raise UserError(f"axis {axis} is not searched with pipeline stages or micro-batches: leave it out")
+    check_pins(pins, allowed, task.cluster)
     _check_stages(task, pins, allowed)
     found = tuple(t for p in _stage_counts(task, pins, allowed) for t in _of_stages(task, p, pins, allowed))
     if not found:
         raise UserError(_no_trial(task))
+    check_axes((t.mesh for t in found), task.options, task.cluster)
     return found
 
 

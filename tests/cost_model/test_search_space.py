@@ -40,7 +40,7 @@ def test_pins() -> None:
     assert shown(4, pins={"tp": "2"}) == ["dp=2 × tp=2"]
     assert shown(8, pins={"cp": 2, "tp": 2}) == ["dp=2 × cp=2 × tp=2"]
     assert shown(4, pins={"free": 4}) == ["free=4"]
-    assert shown(4, pins={"zero": 3, "model.layers.*": "tp:S(0)", "dp": 4}) == ["dp=4"]
+    assert shown(4, pins={"zero": 3, "model.layers.*": "dp:S(0) tp:R", "dp": 4}) == ["dp=4"]
     assert shown(4, pins={"pp": 1, "dp": 4}) == ["dp=4"]
 
 
@@ -85,6 +85,10 @@ def test_axes_come_in_every_order_where_neighbours_are_not_the_fastest() -> None
         ({"pins": {"pp": 2}}, ["pin pp=2", "no mesh axis 'pp'"]),
         ({"pins": {"tp": 4}, "search_space": {"tensor": (1, 2)}}, ["pin tp=4", "tensor=[1, 2]"]),
         ({"search_space": {"data": (1,), "tensor": (1, 2)}}, ["data=[1]", "tensor=[1, 2]", "4 devices"]),
+        ({"pins": {"dp": 4, "head": "tp:S(0)"}}, ["pin head=tp:S(0)", "cuts over tp", "pin dp=4", "4 devices"]),
+        ({"pins": {"h": "tp:S(0)"}, "search_space": {"tensor": (1,)}}, ["pin h=tp:S(0)", "tensor=[1]", "one rank"]),
+        ({"pins": {"tp": 4, "zero": 3}}, ["pin zero=3", "cuts over dp", "pin tp=4"]),
+        ({"pins": {"h": "cp:S(1)"}}, ["pin h=cp:S(1)", "cuts over cp", "isn't told"]),
         ({"search_space": {"tensor": (0,)}}, ["tensor=[0]", "whole numbers of 1 or more"]),
         ({"search_space": {"tensor": ()}}, ["tensor=[]"]),
     ],
