@@ -196,6 +196,20 @@ def test_the_answer_is_the_best_of_all_trials():
     assert len(steps) == len(found.trials) > 10
 
 
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 48, 1000])
+def test_any_number_of_devices_gets_a_plan_or_words(devices: int):
+    """24 rows and 6 blocks: what can't be cut so is said with both numbers."""
+    task = task_of(devices, gap=0.05)
+    try:
+        plan = pipelines.staged(task, quiet)
+    except UserError as error:
+        assert str(devices) in str(error) and "24 rows" in str(error)
+        return
+    ranks = math.prod(plan.mesh.axes.values()) * plan.mesh.pipeline
+    assert ranks == devices == sum(s.devices for s in plan.stages)
+    assert math.isfinite(plan.predicted.step_time_us) and 0 < plan.solver.bound_us <= plan.predicted.step_time_us
+
+
 @pytest.mark.parametrize("part", [0.9, 0.6, 0.4])
 def test_less_memory_never_helps_and_is_kept_to(part: float):
     task = task_of(4, pins={"pp": 2, "tp": 1}, micro_batches=3)

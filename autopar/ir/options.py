@@ -47,7 +47,7 @@ class Options:
         strict: refuse a model of which a submodule cannot be captured, instead of running it whole (docs/regions.md).
         gap: how far from proven optimal the plan of one mesh may be, as a part of its step; 0 solves to the end. Where
             memory binds, the last half percent costs most of the time (llama3-70b on 16 × 4: 1.6 s against 5.2 s), and
-            the cost model is no nearer to the truth than that. With recomputation it is 2 % at least.
+            the cost model is no nearer to the truth than that. With recomputation it is 2 % at least, with stages 1 %.
         time_limit_s: of the solves together; None: no limit.
         dump_dir: each stage writes NN_name.txt there.
     """
