@@ -223,14 +223,14 @@ def deep(layers: int, *, fold: bool) -> CapturedGraph:
 
 def test_sol01_layers_are_planned_as_one_and_as_well_as_each_by_itself() -> None:
     """The plan of four folded layers is within 1 % of the best of four free ones; a problem of 48 layers has no more
-    choices than one of two. How long that takes: `benchmarks/search_layers.py`. Seen to fail: layouts of one layer
-    forced on the folded ones."""
+    choices than one of two. How long that takes: `benchmarks/search_layers.py`. Seen to fail: a folded layer's ops
+    counted once."""
     folded, free = (
         api.plan_captured(deep(4, fold=fold), NODES, options=Options(fold_blocks=fold, gap=0.0))
         for fold in (True, False)
     )
     assert free.solver.status == "optimal"
-    assert folded.solver.objective_us <= 1.01 * free.solver.objective_us
+    assert folded.solver.objective_us == pytest.approx(free.solver.objective_us, rel=0.01)
     sizes = set()
     for layers in (2, 48):
         task = Task.of(deep(layers, fold=True), NODES, Options())
@@ -761,22 +761,20 @@ class Wide(nn.Module):
         return (h if self.down is None else self.down(F.gelu(h))).square().mean()
 
 
-@pytest.mark.parametrize("matrices", [1, 2])
-def test_sol17_a_wide_matrix_and_a_small_batch_split_the_matrix(matrices: int) -> None:
-    """No more is sent than by data parallelism, nor than by a column and a row by hand. Seen to fail: gradients of
-    weights for nothing."""
+@pytest.mark.parametrize(("matrices", "rows"), [(1, 2), (2, 2), (1, 4), (2, 4)])
+def test_sol17_a_wide_matrix_and_a_small_batch_split_the_matrix(matrices: int, rows: int) -> None:
+    """No more is sent than by data parallelism, nor than by a column and a row by hand."""
     with torch.device("meta"):
-        model, x = Wide(matrices), torch.randn(2, 8192)
+        model, x = Wide(matrices), torch.randn(rows, 8192)
     graph = api.capture(model, (x,))
     spec = load_cluster("rtx3090:4")
     plan = api.plan_captured(graph, spec, options=Options())
     assert plan.parameters["up.weight"].layout.startswith("tp:S(") and "dp" not in plan.mesh.axes
     data = 2 * 3 / 4 * sum(p.numel() * 4 for p in model.parameters())  # an all-reduce of every gradient
-    pins = {"tp": 4, "up.weight": "tp:S(0)", **({"down.weight": "tp:S(1)"} if matrices == 2 else {})}
-    by_hand = api.plan_captured(graph, spec, options=Options(pins=pins))
-    assert 0 < sent_bytes(graph, plan) <= min(data, sent_bytes(graph, by_hand)) * (1 + 1e-9)
-    two = api.plan_captured(graph, spec, options=Options(pins={"dp": 2, "tp": 2}))
-    assert sent_bytes(graph, plan) < sent_bytes(graph, two)
+    columns = {"tp": 4, "up.weight": "tp:S(0)", **({"down.weight": "tp:S(1)"} if matrices == 2 else {})}
+    by_hand = [columns, {"dp": 2, "tp": 2}, *([{"dp": 4}] if rows == 4 else [])]
+    sent = [sent_bytes(graph, api.plan_captured(graph, spec, options=Options(pins=pins))) for pins in by_hand]
+    assert 0 < sent_bytes(graph, plan) <= min(data, *sent) * (1 + 1e-9)
 
 
 # ---- SOL-18: nothing implicit
