@@ -820,7 +820,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "degree": ({"pins": {"dp": 2}, "search_space": {"data": (1,)}}, ("dp=2", "data=[1]")),
     "degrees": ({"pins": {"dp": 2, "tp": 2}}, ("dp=2", "tp=2", "2 devices")),
-    "stages": ({"pins": {"pp": 2}, "search_space": {"pipeline": (1,)}}, ("pp=2", "pipeline in [1]")),
+    "stages": ({"pins": {"pp": 2}, "search_space": {"pipeline": (1,)}}, ("pp=2", "pipeline=[1]")),
 }  # fmt: skip
 
 
