@@ -196,6 +196,20 @@ def test_the_answer_is_the_best_of_all_trials():
     assert len(steps) == len(found.trials) > 10
 
 
+def test_one_stage_may_take_its_batch_at_once_and_few_devices_cut_over_any_links():
+    """So looking at stages as well never leaves out what is found without them."""
+    task = task_of(6)
+    slow = (
+        msgspec.structs.replace(task.cluster.levels[0], size=2),
+        msgspec.structs.replace(task.cluster.levels[0], size=3),
+    )
+    two_levels = Task.of(captured(), msgspec.structs.replace(task.cluster, levels=slow), task.options)
+    every = trials(two_levels)
+    whole = {(t.data, t.tensor) for t in every if t.load.stages == 1 and t.load.micro_batches == 1}
+    assert whole == {(1, 6), (2, 3), (3, 2), (6, 1)}
+    assert max(t.tensor for t in trials(task_of(128))) == 128  # one level of links
+
+
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 48, 1000])
 def test_any_number_of_devices_gets_a_plan_or_words(devices: int):
     """24 rows and 6 blocks: what can't be cut so is said with both numbers."""

@@ -16,7 +16,7 @@ from autopar.ir.problem import Problem
 from autopar.ir.strategy import Note
 from autopar.pipelines.problem import frame_of, problem_of
 from autopar.pipelines.search import PROVEN, Found, Solved, best_of
-from autopar.pipelines.trials import Trial
+from autopar.pipelines.trials import Trial, devices_are_many
 from autopar.solver import LeastMemory, minimise_memory, with_memory
 
 
@@ -47,16 +47,17 @@ def _plan(task: Task, found: Found, best: Solved, start: float) -> Plan:
     )  # fmt: skip
     table = sharding.build_table(task.captured, best.trial.pieces, task.options, rules=task.rules)
     notes = table.notes + tuple(Note(*n) for n in task.captured.notes)
-    notes += (Note("search", "", _searched(found)),)
+    notes += (Note("search", "", _searched(task, found)),)
     prices = MeshPrices(task.cluster, best.trial.mesh, best.trial.pieces)
     flops = model_flops(task.captured, task.wiring)
     return with_idle(staged_plan(cut, prices, task.cluster, task.options, notes, flops, solver))
 
 
-def _searched(found: Found) -> str:
-    return (
-        f"{len(found.trials)} ways of stages × mesh × micro-batches, {found.looked} of which needed a look of their own"
-    )
+def _searched(task: Task, found: Found) -> str:
+    words = f"{len(found.trials)} ways of stages × mesh × micro-batches, {found.looked} of them looked at by themselves"
+    if not devices_are_many(task):
+        return words
+    return f"{words}; tensor parallelism beyond {task.cluster.levels[0].name} only where it is pinned or in the space"
 
 
 def _nothing_fits(task: Task, found: Found, progress: Progress) -> InfeasibleError:

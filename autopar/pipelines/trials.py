@@ -24,6 +24,8 @@ from autopar.sharding import stage_blocks
 
 LARGEST_MICRO_BATCH = 16
 """Rows of one micro-batch on one rank: more gain nothing on matrices of 2 048 tokens a row."""
+FEW_DEVICES = 64
+"""Up to so many, tensor parallelism is tried over any links; beyond, over the innermost, unless it is pinned."""
 MOST_CHUNKS = 12
 """Parts of the model on one stage at most."""
 
@@ -138,10 +140,10 @@ def _of_stages(task: Task, stages: int, pins: Pins, allowed: Allowed) -> Iterato
         data = devices // tensor
         if not _may("tp", tensor, pins, allowed) or not _may("dp", data, pins, allowed) or batch % data:
             continue
-        if tensor > near and not asked:
+        if tensor > near and not asked and devices_are_many(task):
             continue
         mesh = stage_mesh(data, tensor, task.cluster)
-        for rows in _micro_batch_rows(task.options, batch // data):
+        for rows in _micro_batch_rows(task.options, batch // data, whole=stages == 1):
             yield Trial(load=Load(stages=stages, micro_batches=batch // data // rows), mesh=mesh, rows=rows)
 
 
@@ -153,8 +155,14 @@ def chunk_counts(task: Task, stages: int, micro_batches: int) -> tuple[int, ...]
     return tuple(v for v in divisors(blocks // stages) if v <= MOST_CHUNKS)
 
 
-def _micro_batch_rows(options: Options, rows: int) -> Iterator[int]:
-    """Sizes of a rank's micro-batch: powers of two that divide its rows, or what the options ask."""
+def devices_are_many(task: Task) -> bool:
+    """True if tensor parallelism beyond the innermost links isn't looked at."""
+    near = task.cluster.levels[0].size if task.cluster.levels else 1
+    return task.cluster.devices > max(FEW_DEVICES, near)
+
+
+def _micro_batch_rows(options: Options, rows: int, *, whole: bool) -> Iterator[int]:
+    """Sizes of a rank's micro-batch: powers of two that divide its rows, or what the options ask; `whole`: all too."""
     if options.micro_batches is not None:
         if rows % options.micro_batches == 0:
             yield rows // options.micro_batches
@@ -164,6 +172,8 @@ def _micro_batch_rows(options: Options, rows: int) -> Iterator[int]:
         if rows % size == 0:
             yield size
         size *= 2
+    if whole and (rows > LARGEST_MICRO_BATCH or rows & (rows - 1)):
+        yield rows
 
 
 def chunks_of(task: Task, trial: Trial) -> tuple[int, ...]:
