@@ -15,6 +15,7 @@ import contextlib
 import heapq
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autopar import sharding
@@ -117,9 +118,12 @@ class Models:
 class Kinds:
     """Kinds by (tensor, rows), worked out when they are asked for."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, every: Iterable[Trial] = ()) -> None:
         self.task, self.models = task, Models()
         self.found: dict[tuple[int, int], Kind] = {}
+        self.fewest: dict[tuple[int, int], Trial] = {}
+        for trial in sorted(every, key=lambda t: t.data):
+            self.fewest.setdefault((trial.tensor, trial.rows), trial)
 
     def nearest(self, trial: Trial) -> Kind | None:
         """Of the same rows, or of the next larger ones that are known."""
@@ -127,14 +131,15 @@ class Kinds:
         return self.found[trial.tensor, min(larger)] if larger else None
 
     def of(self, trial: Trial) -> Kind:
-        """The trial's kind; worked out on its ranks if it isn't known. Raises PinError.
+        """The trial's kind; worked out if it isn't known. Raises PinError.
 
         What a micro-batch takes at the least, with memory for nothing, is the same for any number of data-parallel
-        ranks: weights stay whole on each, and each has its own rows.
+        ranks, each with whole weights and its own rows, but for what they wait for (the sum of their losses): so it is
+        worked out on the fewest.
         """
         key = (trial.tensor, trial.rows)
         if key not in self.found:
-            problem = problem_of(self.task, trial)
+            problem = problem_of(self.task, self.fewest.get(key, trial))
             parts = self.models.of(problem.parted)
             self.found[key] = Kind(trial.rows, problem, parts, parts.free())
         return self.found[key]
@@ -162,7 +167,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.every = tuple(sorted(trials(self.task), key=lambda t: t.order))
-        self.kinds = Kinds(self.task)
+        self.kinds = Kinds(self.task, self.every)
         asked = self.task.options.gap
         self.gap = max(asked, STAGES_GAP) if asked else 0.0
 
