@@ -16,6 +16,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -211,23 +212,32 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def _groups(rows: list[dict[str, Any]], key: Callable[[dict[str, Any]], object]) -> list[list[dict[str, Any]]]:
+    """Rows of the same key, at least two."""
+    found: dict[object, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return [mine for mine in found.values() if len(mine) > 1]
+
+
 def summary(rows: list[dict[str, Any]]) -> None:
     """The figures that a prediction is judged by."""
     for name, key in (("as measured", "measured_us"), ("at the profile's pace", "paced_us")):
         errors = [abs(r["predicted_us"] / r[key] - 1) for r in rows]
-        groups = {r["model"] for r in rows}
-        taus, losses = [], []
-        for model in groups:
-            mine = [r for r in rows if r["model"] == model]
-            if len(mine) < 2:
-                continue
-            taus.append(tau([(r["predicted_us"], r[key]) for r in mine]))
+        models = _groups(rows, lambda r: r["model"])
+        layouts = _groups(rows, lambda r: (r["model"], r["ranks"]))
+        losses = [0.0]
+        for mine in models:
             best = min(mine, key=lambda r: r["predicted_us"])
             losses.append(best[key] / min(r[key] for r in mine) - 1)
-        order, loss = statistics.mean(taus or [1.0]), max(losses or [0.0])
+        within = [
+            statistics.mean([tau([(r["predicted_us"], r[key]) for r in mine]) for mine in groups] or [1.0])
+            for groups in (models, layouts)
+        ]
         print(
             f"{name}: median |error| {statistics.median(errors):.1%}, worst {max(errors):.1%}, mean τ within a model "
-            f"{order:.2f}, best predicted over best measured at most {loss:.1%} slower"
+            f"{within[0]:.2f}, of layouts of a model on as many ranks {within[1]:.2f}, best predicted over best measured "
+            f"at most {max(losses):.1%} slower"
         )
     memory = [abs(r["predicted_bytes"] / r["measured_bytes"] - 1) for r in rows if r["measured_bytes"]]
     if memory:
