@@ -236,7 +236,7 @@ def summary(rows: list[dict[str, Any]]) -> None:
         ]
         print(
             f"{name}: median |error| {statistics.median(errors):.1%}, worst {max(errors):.1%}, mean τ within a model "
-            f"{within[0]:.2f}, of layouts of a model on as many ranks {within[1]:.2f}, best predicted over best measured "
+            f"{within[0]:.2f}, of its layouts on as many ranks {within[1]:.2f}, best predicted over best measured "
             f"at most {max(losses):.1%} slower"
         )
     memory = [abs(r["predicted_bytes"] / r["measured_bytes"] - 1) for r in rows if r["measured_bytes"]]
