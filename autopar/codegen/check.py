@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import CompilerError
 from autopar.ir.graph import Phase, Ref
-from autopar.ir.layout import fits, local_shape
+from autopar.ir.layout import Kind, Layout, R, fits, local_shape
 from autopar.ir.plan import Plan
 from autopar.ir.program import CallBlock, Compute, Convert, Free, Function, Keep, Local, Program, Step
 
@@ -15,6 +15,11 @@ from autopar.ir.program import CallBlock, Compute, Convert, Free, Function, Keep
 def check_program(program: Program, plan: Plan) -> None:
     """Raises CompilerError naming the first promise that is broken."""
     check_conversions(program, plan)
+    check_names(program)
+
+
+def check_names(program: Program) -> None:
+    """Every name is there when it is read, in the layout that its reader wants."""
     for function in program.functions:
         _Walk(function, program).run()
 
@@ -71,8 +76,19 @@ class _Walk:
             if out is not None:
                 self._read(out, "the end")
         for stored, gradient in zip(fn.parameters, fn.gradients, strict=fn.phase is Phase.BACKWARD):
-            if gradient is not None and (gradient.layout, gradient.meta.shape) != (stored.layout, stored.meta.shape):
+            if gradient is not None and (self._summed(gradient), gradient.meta.shape) != (
+                stored.layout,
+                stored.meta.shape,
+            ):
                 self._fail(f"gradient {gradient} of parameter {stored} is not as stored")
+
+    def _summed(self, gradient: Local) -> Layout:
+        """The layout once the summands are added."""
+        layout = gradient.layout
+        for axis in self.program.summed:
+            if layout.on(axis).kind is Kind.PARTIAL:
+                layout = layout.replace(axis, R)
+        return layout
 
     def _same(self, made: tuple[Local, ...], read: tuple[Local, ...]) -> None:
         if made != read:

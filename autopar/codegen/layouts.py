@@ -116,6 +116,10 @@ class PlanLayouts:
             raise CompilerError(f"block {graph.name} is never called")
         return {i.value.name: top[p] for i, p in zip(own, calls[0], strict=True)}
 
+    def gradient(self, graph: Graph, target: str, value: str) -> Layout:
+        """How the gradient `value` of the parameter `target` leaves: as the parameter is stored."""
+        return self.arrivals(graph)[target]
+
     def output(self, position: int) -> Layout:
         """How the OUTPUT or BUFFER_UPDATE at this position of the top graph's outputs leaves; whole if not planned."""
         text = self.plan.outputs.get(self.captured.top.name, {}).get(str(position))

@@ -37,8 +37,13 @@ def lower(captured: CapturedGraph, plan: Plan, mesh: Mesh | None = None) -> Prog
         CompilerError: a layout that doesn't divide its tensor, or a conversion that doesn't exist.
     """
     refuse_stages(plan, "runs")
-    mesh = mesh or mesh_of(plan)
-    context = _Context(captured, PlanLayouts(captured, plan, mesh), block_parameters(captured))
+    return lower_by(captured, PlanLayouts(captured, plan, mesh or mesh_of(plan)))
+
+
+def lower_by(captured: CapturedGraph, layouts: PlanLayouts) -> Program:
+    """`lower` by these layouts, on their mesh."""
+    mesh = layouts.mesh
+    context = _Context(captured, layouts, block_parameters(captured))
     for block in captured.blocks:
         context.lowered[block.key] = _Lowering(block.graph, block.key, context).functions()
     top = captured.top
@@ -105,7 +110,8 @@ class _Lowering:
         kinds = {i.value.name: i.kind for i in graph.inputs}
         for out in graph.outputs:
             if out.kind is OutputKind.GRADIENT and out.value and kinds.get(out.target) is InputKind.PARAMETER:
-                self.gradients.setdefault(out.value, []).append(self.arrivals[out.target])
+                layout = context.layouts.gradient(graph, out.target, out.value)
+                self.gradients.setdefault(out.value, []).append(layout)
 
     def functions(self) -> tuple[Function, Function]:
         """(forward, backward)."""
@@ -273,8 +279,8 @@ class _Lowering:
                 continue
             if out.target in parameters:
                 if out.value is not None:
-                    storage = self.arrivals[out.target]
-                    gradients[out.target] = self.backward.fetch(out.value, storage, OUTSIDE)
+                    layout = self.context.layouts.gradient(self.graph, out.target, out.value)
+                    gradients[out.target] = self.backward.fetch(out.value, layout, OUTSIDE)
             elif out.value is None:
                 others.append(None)
             elif self.block:

@@ -132,12 +132,14 @@ def staged_plan(
         name: _on_stage(found, name, stage_of, cut, main)
         for name, found in parameters_of(captured, priced, picks, options).items()
     }
-    return whole_plan(
+    found = whole_plan(
         captured, priced, cluster, options, (*notes, Note("run", "", NOT_RUN)), _said(cut, prices),
         schedule=PlanSchedule(name=_schedule(problem), micro_batches=problem.micro_batches, chunks=problem.chunks),
         stages=[_stage(cut, s) for s in range(len(problem.stages))], parameters=parameters,
         predicted=_predicted(cut, cluster, options, model_flops), solver=solver,
     )  # fmt: skip
+    ends = {end: name for (part, _), name in cut.names.items() for end in (FIRST, LAST) if part == end}
+    return msgspec.structs.replace(found, ends=ends)
 
 
 def _schedule(problem: StageProblem) -> str:

@@ -169,7 +169,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     `strategies`: graph name -> node key -> strategy. `inputs` and `outputs`: graph name -> input target or output
     position -> layout. `conversions` are those paid for by the objective. `later`: graph name -> tensor that the
     backward asks for (`ir.graph.tensor_keys`) -> the layout that it is kept in, or `AGAIN`; of a graph that it doesn't
-    name, all that the backward reads is kept as the forward made it.
+    name, all that the backward reads is kept as the forward made it. `ends`: of a plan with stages, "first" and "last"
+    -> by which of its ways the top graph's nodes before the blocks, and the others, run.
     """
 
     format: str = FORMAT
@@ -188,6 +189,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     outputs: dict[str, dict[str, str]]
     conversions: list[PlanReshard]
     later: dict[str, dict[str, str]] = {}
+    ends: dict[str, str] = {}
     pins: dict[str, str] = {}
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     request: PlanRequest | None = None

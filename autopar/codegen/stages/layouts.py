@@ -1,0 +1,302 @@
+"""The layouts of a plan for what runs in micro-batches: on the mesh of a stage with one more axis, in time.
+
+A plan's `dp` cuts activations over ranks and micro-batches alike (`pipelines.trials.Trial.pieces`). Here these are two
+axes: what `dp` does to a tensor, the axis `MICRO` behind it does as well, so that pieces are the same. What parameters
+alone decide is the same in every micro-batch: R there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.codegen.layouts import PlanLayouts, own_inputs
+from autopar.errors import CompilerError, PlanError
+from autopar.ir.graph import CapturedGraph, Graph, GraphInput, InputKind, Node, OutputKind, Phase
+from autopar.ir.layout import Kind, Layout, Placement, R
+from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.plan import Plan, mesh_of
+from autopar.ir.staged import JOINED, MICRO, RECEIVED
+from autopar.ir.strategy import Strategy
+from autopar.ops.lowering import is_random
+
+DATA = "dp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """By which of a plan's ways each graph is run: keys of `Plan.strategies`.
+
+    Attributes:
+        first, last: of the top graph's nodes before the blocks, named in `before`, and of its others.
+        blocks: module path of an instance -> the key.
+    """
+
+    first: str
+    last: str
+    before: frozenset[str]
+    blocks: Mapping[str, str]
+
+
+def micro_mesh(plan: Plan) -> Mesh:
+    """The mesh of a stage with the axis of micro-batches behind `dp`."""
+    times = plan.schedule.micro_batches
+    found: list[Axis] = []
+    for axis in mesh_of(plan).axes:
+        found.append(axis)
+        if axis.name == DATA:
+            found.append(Axis(name=MICRO, size=times, level=axis.level))
+    if times > 1 and len(found) == len(plan.mesh.axes):
+        raise PlanError(f"the plan for {plan.model.name} has {times} micro-batches and no axis {DATA} that they cut")
+    return Mesh(axes=tuple(found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """The model as captured, on its micro-batches: what every part's layouts are looked up in."""
+
+    captured: CapturedGraph
+    plan: Plan
+    mesh: Mesh
+    ways: Ways
+    _lasting: dict[str, frozenset[str]] = field(default_factory=dict)
+    _strategies: dict[tuple[str, str], Strategy] = field(default_factory=dict)
+    _graphs: dict[str, dict[str, Node]] = field(default_factory=dict)
+
+    @property
+    def device(self) -> PlanLayouts:
+        """The plan's layouts as they are written."""
+        return PlanLayouts(self.captured, self.plan, mesh_of(self.plan))
+
+    def spread(self, layout: Layout, *, lasting: bool) -> Layout:
+        """A layout on the mesh with micro-batches."""
+        if MICRO not in self.mesh.names:
+            return layout
+        placements: list[Placement] = []
+        for axis, placement in zip(layout.axes, layout.placements, strict=True):
+            placements.append(placement)
+            if axis == DATA:
+                placements.append(R if lasting else placement)
+        return Layout(self.mesh.names, tuple(placements))
+
+    def parse(self, text: str | None, where: str, *, lasting: bool = False) -> Layout:
+        """A layout from a plan's text; None: whole."""
+        return self.spread(self.device.parse(text if text is not None else "whole", where), lasting=lasting)
+
+    def lasting(self, graph: Graph) -> frozenset[str]:
+        """Values of a graph that parameters alone decide."""
+        key = graph.name
+        if key not in self._lasting:
+            found = {i.value.name for i in graph.inputs if i.kind is InputKind.PARAMETER}
+            for node in graph.nodes:
+                if node.phase is Phase.FORWARD and node.refs and node.block is None and not is_random(node.op):
+                    if all(r in found for r in node.refs):
+                        found |= {o.name for o in node.outputs if o is not None}
+            self._lasting[key] = frozenset(found)
+        return self._lasting[key]
+
+    def way(self, graph: Graph, node: Node) -> str:
+        """The key of `Plan.strategies` that says how a node runs."""
+        if graph.name != self.captured.top.name:
+            return graph.name
+        return self.ways.first if node.name in self.ways.before else self.ways.last
+
+    def strategy(self, graph: Graph, node: Node) -> Strategy:
+        """What the plan chose for an op, in micro-batches."""
+        way = self.way(graph, node)
+        found = self._strategies.get((way, node.key))
+        if found is None:
+            found = self._strategies[way, node.key] = self._strategy(graph, node, way)
+        return found
+
+    def _strategy(self, graph: Graph, node: Node, way: str) -> Strategy:
+        named = replace(graph, name=way)
+        plain = self.device.strategy(named, node)
+        names = self.lasting(graph)
+        made = bool(node.outputs) and node.first is not None and node.first.name in names
+        tags: list[str] = []
+        for axis, tag in zip(mesh_of(self.plan).names, plain.tags or ("",) * len(self.plan.mesh.axes), strict=True):
+            tags.append(tag)
+            if axis == DATA and MICRO in self.mesh.names:
+                tags.append("" if made else tag)
+        return Strategy(
+            outputs=tuple(None if o is None else self.spread(o, lasting=made) for o in plain.outputs),
+            inputs=tuple(self.spread(i, lasting=made) for i in plain.inputs),
+            tags=tuple(tags),
+        )
+
+    def arrival(self, graph: Graph, own: GraphInput) -> Layout:
+        """How an input that is no parameter arrives."""
+        where = f"{own.kind.value}:{own.target}"
+        planned = self.plan.inputs.get(graph.name, {})
+        return self.parse(planned.get(where), f"{graph.name} {where}")
+
+    def made(self, graph: Graph, value: str) -> Layout:
+        """The layout that a value of a graph is made in (a parameter: R over micro-batches, else of no meaning)."""
+        for own in graph.inputs:
+            if own.value.name == value:
+                if own.kind is InputKind.PARAMETER:
+                    return Layout(self.mesh.names, (R,) * len(self.mesh.axes))
+                return self.arrival(graph, own)
+        node = self._makers(graph)[value]
+        position = next(p for p, o in enumerate(node.outputs) if o is not None and o.name == value)
+        if node.block is None:
+            layout = self.strategy(graph, node).outputs[position]
+            if layout is None:
+                raise CompilerError(f"{node.key}: the plan has no layout for its output {value}")
+            return layout
+        inner = self.block_graph(node)
+        kind = OutputKind.OUTPUT if node.phase is Phase.FORWARD else OutputKind.GRADIENT
+        made = [o.value for o in inner.outputs if o.kind is kind][position]
+        if made is None:
+            raise CompilerError(f"{node.key}: the block gives None for {value}")
+        return self.made(inner, made)
+
+    def block_graph(self, node: Node) -> Graph:
+        """The graph of a block's call, named by its way."""
+        assert node.block is not None
+        return replace(self.captured.block(node.block.key).graph, name=self.ways.blocks[node.block.instance])
+
+    def _makers(self, graph: Graph) -> dict[str, Node]:
+        key = graph.name
+        if key not in self._graphs:
+            self._graphs[key] = {o.name: n for n in graph.nodes for o in n.outputs if o is not None}
+        return self._graphs[key]
+
+    def wanted(self, node: Node, position: int) -> Layout | None:
+        """The layout that a node of the top graph reads a ref in; None of a block's parameter."""
+        if node.block is None:
+            return self.strategy(self.captured.top, node).inputs[position]
+        inner = self.block_graph(node)
+        own = own_inputs(inner)
+        if position >= len(own):
+            own = [i for i in inner.inputs if i.kind is InputKind.TANGENT]
+            position -= len(own_inputs(inner))
+        read = own[position]
+        return None if read.kind is InputKind.PARAMETER else self.arrival(inner, read)
+
+    def joins(self, node: Node, position: int) -> bool:
+        """True if a node of the top graph reads what all micro-batches make."""
+        if self.plan.schedule.micro_batches == 1:
+            return False
+        value = node.refs[position]
+        wanted = self.wanted(node, position)
+        if wanted is None or value in self.lasting(self.captured.top):
+            return False
+        at, to = self.made(self.captured.top, value).on(MICRO), wanted.on(MICRO)
+        return at.kind is not Kind.REPLICATE and at != to
+
+    def join_wanted(self, value: str) -> Layout:
+        """The layout that the readers of a joined value ask for. PlanError where they don't agree."""
+        found: dict[Layout, str] = {}
+        for node in self.captured.top.nodes:
+            for position, ref in enumerate(node.refs):
+                if ref == value and self.joins(node, position):
+                    wanted = self.wanted(node, position)
+                    assert wanted is not None
+                    found.setdefault(wanted, node.key)
+        if len(found) > 1:
+            raise PlanError(f"{value} is read joined in several layouts, by {', '.join(found.values())}")
+        (wanted,) = found
+        return wanted
+
+
+class PartLayouts(PlanLayouts):
+    """`PlanLayouts` of one graph that `cut_graph` made, and of the blocks that it calls.
+
+    Parameters arrive as stored, and their gradients leave so, each micro-batch its summand.
+    """
+
+    __slots__ = ("_whole",)
+
+    def __init__(self, captured: CapturedGraph, whole: Whole) -> None:
+        super().__init__(captured, whole.plan, whole.mesh)
+        object.__setattr__(self, "_whole", whole)
+
+    def strategy(self, graph: Graph, node: Node) -> Strategy:
+        """What the plan chose for an op, in micro-batches."""
+        return self._whole.strategy(graph, node)  # type: ignore[no-any-return]
+
+    def later(self, graph: Graph) -> dict[str, Layout | None] | None:
+        """As of `PlanLayouts`: what this graph makes."""
+        whole: Whole = self._whole
+        way = graph.name if graph.name != whole.captured.top.name else None
+        found: dict[str, Layout | None] = {}
+        known = False
+        for name in (way,) if way is not None else dict.fromkeys((whole.ways.first, whole.ways.last)):
+            plain = whole.device.later(replace(graph, name=name))
+            known |= plain is not None
+            makers = {o.name: n for n in graph.nodes for o in n.outputs if o is not None}
+            for value, layout in (plain or {}).items():
+                if way is None and value in makers and whole.way(graph, makers[value]) != name:
+                    continue
+                kept = None if layout is None else whole.spread(layout, lasting=value in whole.lasting(graph))
+                if kept is None or not self._is_join(graph, value, kept):
+                    found[value] = kept
+        return found if known else None
+
+    def _is_join(self, graph: Graph, value: str, kept: Layout) -> bool:
+        """True if micro-batches together make what is kept: the backward reads it joined, then."""
+        if self.plan.schedule.micro_batches == 1:
+            return False
+        made = self._as_made(graph, value).on(MICRO)
+        return made.kind is not Kind.REPLICATE and made != kept.on(MICRO)
+
+    def arrivals(self, graph: Graph) -> dict[str, Layout]:
+        """Of each input; of what another part sends, the layout in which it was made."""
+        whole: Whole = self._whole
+        top = whole.captured.top
+        names = self._parameter_names(graph)
+        found = {}
+        for own in graph.inputs:
+            name = own.value.name
+            if own.kind is InputKind.PARAMETER:
+                found[name] = whole.spread(whole.device.storage(names[name]), lasting=True)
+            elif own.target.startswith(RECEIVED):
+                found[name] = whole.made(top, name)
+            elif own.target.startswith(JOINED):
+                wanted = whole.join_wanted(own.target.removeprefix(JOINED))
+                found[name] = wanted.replace(MICRO, R)
+            else:
+                found[name] = whole.arrival(graph, own)
+        return found
+
+    def output(self, position: int) -> Layout:
+        """What leaves a part leaves as it was made."""
+        value = self.captured.top.outputs[position].value
+        assert value is not None
+        return self._as_made(self.captured.top, value)
+
+    def gradient(self, graph: Graph, target: str, value: str) -> Layout:
+        """As the parameter is stored; a summand of each micro-batch, unless all make the same."""
+        whole: Whole = self._whole
+        stored = whole.spread(whole.device.storage(self._parameter_names(graph)[target]), lasting=True)
+        if MICRO not in stored.axes:
+            return stored
+        made = self._as_made(graph, value).on(MICRO)
+        if made.kind is Kind.SHARD and whole.plan.schedule.micro_batches > 1:
+            raise PlanError(f"the gradient {value} is made in pieces by micro-batches: search with --micro-batches 1")
+        return stored.replace(MICRO, made if made.kind is not Kind.SHARD else R)
+
+    def _as_made(self, graph: Graph, value: str) -> Layout:
+        whole: Whole = self._whole
+        for own in graph.inputs:
+            if own.value.name == value:
+                return self.arrivals(graph)[value]
+        for node in graph.nodes:
+            if any(o is not None and o.name == value for o in node.outputs) and node.block is None:
+                position = next(p for p, o in enumerate(node.outputs) if o is not None and o.name == value)
+                layout = self.strategy(graph, node).outputs[position]
+                assert layout is not None
+                return layout
+        return whole.made(whole.captured.top if graph.name == whole.captured.top.name else graph, value)
+
+
+def without_micro(layout: Layout, mesh: Mesh) -> Layout:
+    """The layout on the devices' own mesh."""
+    return Layout(mesh.names, tuple(layout.on(name) for name in mesh.names))
+
+
+def instances_of(nodes: Iterable[Node]) -> list[str]:
+    """Module paths of the forward's block calls, in order."""
+    return [n.block.instance for n in nodes if n.block is not None and n.phase is Phase.FORWARD]

@@ -1,0 +1,152 @@
+"""What of a model's top graph runs micro-batch by micro-batch, and what waits for all of them.
+
+A *join* is a value that every micro-batch makes a piece or a summand of, read as a whole: the number of labels that
+count, the sum of their losses. Where the backward asks for a join it must be there before any backward runs, so what
+makes it runs first, over all micro-batches, and may not be what stages compute: labels and masks. What only the
+outputs ask for is joined at the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from autopar.codegen.stages.places import Places
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph, Node, OutputKind, Phase
+
+Joins = Callable[[Node, int], bool]
+"""(reader, position among its refs) -> True if the reader asks for more than its micro-batch's own piece."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """Names of nodes and values.
+
+    Attributes:
+        main: nodes that run in every micro-batch; `first`: those that run for all of them before the rest.
+        joined: values that `main` reads joined, made by `first`.
+        post: nodes that run once at the end. `collected`: values that `post`, or the outputs, take of all micro-batches.
+    """
+
+    main: frozenset[str]
+    first: frozenset[str]
+    joined: tuple[str, ...]
+    post: frozenset[str]
+    collected: tuple[str, ...]
+
+
+def find_live(top: Graph, places: Places, joins: Joins, leaves: Iterable[str]) -> Live:
+    """Sort the nodes. `leaves`: the values that gradients are made of.
+
+    Raises PlanError for a model whose stages need what other micro-batches compute.
+    """
+    work = _Finder(top, places, joins)
+    for leaf in leaves:
+        work.visit_main(leaf)
+    outputs = [o.value for o in top.outputs if o.kind is OutputKind.OUTPUT and o.value is not None]
+    updates = [o.value for o in top.outputs if o.kind is OutputKind.BUFFER_UPDATE and o.value is not None]
+    for value in outputs:
+        work.visit_output(value)
+    for value in updates:
+        work.visit_main(value)
+    for node in top.nodes:
+        if not node.outputs and node.phase is Phase.FORWARD:  # checks values
+            work.take(node)
+    for value in work.joined:
+        work.visit_first(value)
+    return Live(
+        main=frozenset(work.main), first=frozenset(work.first), joined=tuple(work.joined),
+        post=frozenset(work.post), collected=tuple(work.collected),
+    )  # fmt: skip
+
+
+@dataclass
+class _Finder:
+    top: Graph
+    places: Places
+    joins: Joins
+    main: set[str] = field(default_factory=set)
+    first: set[str] = field(default_factory=set)
+    post: set[str] = field(default_factory=set)
+    joined: dict[str, str] = field(default_factory=dict)
+    collected: dict[str, None] = field(default_factory=dict)
+    _late: dict[str, bool] = field(default_factory=dict)
+
+    def visit_main(self, value: str) -> None:
+        """What a value of a micro-batch is made of."""
+        todo = [value]
+        while todo:
+            node = self.places.maker.get(todo.pop())
+            if node is not None and node.name not in self.main:
+                todo += self.take(node)
+
+    def take(self, node: Node) -> list[str]:
+        """A node of every micro-batch; what else that takes."""
+        self.main.add(node.name)
+        read = []
+        for position, ref in enumerate(node.refs):
+            if self.joins(node, position):
+                self.joined.setdefault(ref, node.key)
+            else:
+                read.append(ref)
+        return read
+
+    def visit_first(self, value: str) -> None:
+        """What a value that others read joined is made of, before any stage runs."""
+        todo = [value]
+        while todo:
+            node = self.places.maker.get(todo.pop())
+            if node is None or node.name in self.first:
+                continue
+            if node.name not in self.places.floating or any(self.joins(node, p) for p in range(len(node.refs))):
+                raise PlanError(
+                    f"{self.joined[value]} of every micro-batch needs {value}, which all micro-batches together "
+                    f"compute ({node.key}): this model can't be cut into micro-batches with the same numbers; search "
+                    f"with --micro-batches 1"
+                )
+            self.first.add(node.name)
+            todo += node.refs
+
+    def visit_output(self, value: str) -> None:
+        """An output: at the end of the step where it needs a join, else collected from micro-batches."""
+        if not self.late(value):
+            self._collect(value)
+            return
+        node = self.places.maker[value]
+        if node.name in self.post:
+            return
+        self.post.add(node.name)
+        for position, ref in enumerate(node.refs):
+            if self.joins(node, position):
+                self._collect(ref)
+            elif self.late(ref):
+                self.visit_output(ref)
+            else:
+                self._float(ref)
+
+    def _float(self, value: str) -> None:
+        """What an op at the end reads: made there, or taken of the micro-batches."""
+        node = self.places.maker.get(value)
+        if node is None:
+            return
+        if node.name not in self.places.floating:
+            self._collect(value)
+            return
+        self.post.add(node.name)
+        for ref in node.refs:
+            self._float(ref)
+
+    def _collect(self, value: str) -> None:
+        self.collected[value] = None
+        self.visit_main(value)
+
+    def late(self, value: str) -> bool:
+        """True if a value of the forward depends on a join."""
+        node = self.places.maker.get(value)
+        if node is None:
+            return False
+        if node.name not in self._late:
+            self._late[node.name] = False
+            self._late[node.name] = any(self.joins(node, p) or self.late(r) for p, r in enumerate(node.refs))
+        return self._late[node.name]

@@ -1,0 +1,191 @@
+"""Graph and plan -> the programs of a plan's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from autopar.codegen.check import check_names
+from autopar.codegen.layouts import PlanLayouts
+from autopar.codegen.lower import lower_by
+from autopar.codegen.stages.cut import CutGraph, cut_graph
+from autopar.codegen.stages.layouts import PartLayouts, Ways, Whole, instances_of, micro_mesh, without_micro
+from autopar.errors import PlanError
+from autopar.ir.ends import before_blocks
+from autopar.ir.graph import Block, BlockCall, CapturedGraph, Graph, InputKind, Node, OutputKind
+from autopar.ir.plan import Plan, PlanStage, mesh_of
+from autopar.ir.program import Program
+from autopar.ir.reshard import Collective
+from autopar.ir.staged import JOINED, MICRO, RECEIVED, Joined, PartProgram, Piece, StagedProgram
+
+
+def lower_stages(captured: CapturedGraph, plan: Plan) -> StagedProgram:
+    """What the ranks execute under a plan with stages or micro-batches.
+
+    Raises PlanError for a model that can't run so with the same numbers; says why, and what to do.
+    """
+    counts = blocks_of_parts(captured, plan)
+    whole = Whole(captured=captured, plan=plan, mesh=micro_mesh(plan), ways=_ways(captured, plan, counts))
+    cut = cut_graph(captured.top, counts, whole.joins)
+    names = {i.value.name: i.target for i in captured.top.inputs if i.kind is InputKind.PARAMETER}
+    values = captured.top.values()
+
+    def piece(value: str) -> Piece:
+        return Piece(value=value, meta=values[value].meta, layout=whole.made(captured.top, value))
+
+    return StagedProgram(
+        model_name=captured.model_name,
+        graph_hash=captured.hash,
+        mesh=mesh_of(plan),
+        stages=plan.mesh.pipeline,
+        chunks=plan.schedule.chunks,
+        micro_batches=plan.schedule.micro_batches,
+        schedule=plan.schedule.name,
+        parts=tuple(_part(whole, cut, k, piece) for k in range(len(counts))),
+        collected=tuple(map(piece, cut.collected)),
+        last=_end(whole, cut),
+        passed=cut.passed,
+        pieces={p.value: piece(p.value) for p in cut.passed},
+        shared={names[value]: parts for value, parts in cut.shared.items()},
+    )
+
+
+def blocks_of_parts(captured: CapturedGraph, plan: Plan) -> tuple[int, ...]:
+    """Block calls of each part of the model, in forward order. PlanError where the plan is of another model."""
+    held = [sum(count for _, count in stage.blocks) for stage in plan.stages]
+    chunks = plan.schedule.chunks
+    calls = len(instances_of(captured.top.nodes))
+    if sum(held) != calls or len(held) != plan.mesh.pipeline or any(n % chunks for n in held):
+        raise PlanError(
+            f"plan for {plan.model.name}: its stages hold {held} blocks in {chunks} chunks, the model has {calls}"
+        )
+    return tuple(n // chunks for _ in range(chunks) for n in held)
+
+
+def _ways(captured: CapturedGraph, plan: Plan, counts: tuple[int, ...]) -> Ways:
+    """Of each stage's instances of a block, the first run in the first of its ways, and so on."""
+    nodes = [n for n in captured.top.nodes if n.block is not None and n.op == "autopar.block"]
+    stages = [part % plan.mesh.pipeline for part, count in enumerate(counts) for _ in range(count)]
+    left = {s.index: {way: n for way, n in sorted(s.columns.items())} for s in plan.stages}
+    blocks = {}
+    for node, stage in zip(nodes, stages, strict=True):
+        assert node.block is not None
+        mine = [w for w, n in left[stage].items() if w.partition("#")[0] == node.block.key and n]
+        if not mine:
+            raise PlanError(f"plan for {plan.model.name}: stage {stage} says of no way to run {node.block.instance}")
+        left[stage][mine[0]] -= 1
+        blocks[node.block.instance] = mine[0]
+    top = captured.top.name
+    ends = plan.ends or {"first": top, "last": top}
+    return Ways(first=ends["first"], last=ends["last"], before=before_blocks(captured.top.nodes), blocks=blocks)
+
+
+def _part(whole: Whole, cut: CutGraph, index: int, piece) -> PartProgram:  # type: ignore[no-untyped-def]
+    first = cut.first[index]
+    joined = []
+    for out in first.outputs if first is not None else ():
+        assert out.value is not None
+        wanted = whole.join_wanted(out.value)
+        joined.append(Joined(piece=piece(out.value), wanted=without_micro(wanted, mesh_of(whole.plan))))
+    return PartProgram(
+        index=index,
+        first=_program(whole, first) if first is not None else None,
+        joined=tuple(joined),
+        main=_program(whole, cut.parts[index]),
+    )
+
+
+def _program(whole: Whole, graph: Graph) -> Program:
+    """A part's graph in micro-batches."""
+    part = _captured(whole, graph)
+    program = replace(lower_by(part, PartLayouts(part, whole)), summed=(MICRO,) if MICRO in whole.mesh.names else ())
+    check_names(program)
+    if whole.plan.schedule.micro_batches > 1:
+        _refuse_joins(program)
+    return program
+
+
+def _captured(whole: Whole, graph: Graph) -> CapturedGraph:
+    """A part as a model of its own: blocks by the ways in which it runs them."""
+    blocks: dict[str, list[str]] = {}
+    of: dict[str, str] = {}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.block is not None:
+            way = whole.ways.blocks[node.block.instance]
+            of[way] = node.block.key
+            if node.op == "autopar.block":
+                blocks.setdefault(way, []).append(node.block.instance)
+            node = replace(node, block=BlockCall(key=way, instance=node.block.instance))
+        nodes.append(node)
+    used = {i.target for i in graph.inputs if i.kind is InputKind.PARAMETER}
+    captured = whole.captured
+    return replace(
+        captured,
+        top=replace(graph, nodes=tuple(nodes)),
+        blocks=tuple(
+            Block(key=way, graph=replace(captured.block(of[way]).graph, name=way), instances=tuple(instances))
+            for way, instances in blocks.items()
+        ),
+        parameters=tuple(p for p in captured.parameters if p.name in used),
+    )
+
+
+def _refuse_joins(program: Program) -> None:
+    """PlanError for a step between micro-batches inside a part: the plan gathers what others have yet to make."""
+    for function in program.functions:
+        for convert in function.converts():
+            for part in convert.steps:
+                if part.step.axis == MICRO and part.step.collective is not Collective.SLICE:
+                    raise PlanError(
+                        f"{convert.before.value} ({convert.place.key or 'an output'}) is read joined over "
+                        f"micro-batches, {part.step}, which are not there at once: search again, or with "
+                        f"--micro-batches 1"
+                    )
+
+
+class _EndLayouts(PlanLayouts):
+    """Of what runs at the end, on the devices' own mesh: as the plan has it; what is collected, as it was made."""
+
+    __slots__ = ("_whole",)
+
+    def __init__(self, captured: CapturedGraph, whole: Whole) -> None:
+        super().__init__(captured, whole.plan, mesh_of(whole.plan))
+        object.__setattr__(self, "_whole", whole)
+
+    def strategy(self, graph: Graph, node: Node):  # type: ignore[no-untyped-def]
+        """What the plan chose for an op."""
+        return super().strategy(replace(graph, name=self._whole.way(graph, node)), node)
+
+    def later(self, graph: Graph) -> None:
+        """Nothing is kept: there is no backward."""
+
+    def arrivals(self, graph: Graph):  # type: ignore[no-untyped-def]
+        """Of each input; of what was collected, the layout in which it was made."""
+        found = super().arrivals(replace(graph, inputs=tuple(i for i in graph.inputs if not _is_collected(i.target))))
+        top = self._whole.captured.top
+        for own in graph.inputs:
+            if _is_collected(own.target):
+                found[own.value.name] = without_micro(self._whole.made(top, own.value.name), self.mesh)
+        return found
+
+    def _parameter_names(self, graph: Graph) -> dict[str, str]:
+        return {i.value.name: i.target for i in graph.inputs if i.kind is InputKind.PARAMETER}
+
+    def output(self, position: int):  # type: ignore[no-untyped-def]
+        """As the plan gives the model's outputs."""
+        outs = [p for p, o in enumerate(self._whole.captured.top.outputs) if o.kind is OutputKind.OUTPUT]
+        way = self._whole.ways.last
+        text = self.plan.outputs.get(way, {}).get(str(outs[position]))
+        return self.parse(text if text is not None else "whole", f"output {position}")
+
+
+def _is_collected(target: str) -> bool:
+    return target.startswith((RECEIVED, JOINED))
+
+
+def _end(whole: Whole, cut: CutGraph) -> Program:
+    part = _captured(whole, cut.last)
+    program = lower_by(part, _EndLayouts(part, whole))
+    check_names(program)
+    return program

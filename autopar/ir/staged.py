@@ -1,0 +1,101 @@
+"""What the ranks of a plan with pipeline stages or micro-batches execute: one program for each part of the model.
+
+The mesh of a part's program has an axis more than that of its devices, `MICRO`: micro-batches, one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.ir.graph import Phase, TensorMeta
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+
+MICRO = "mb"
+"""The axis of micro-batches."""
+RECEIVED, JOINED = "received ", "joined "
+"""What the target of an input that another part, or all micro-batches, make begins with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """A value that one part sends to others, in the forward or in the backward of a micro-batch."""
+
+    value: str
+    source: int
+    targets: tuple[int, ...]
+    phase: Phase
+
+    def __str__(self) -> str:
+        return f"{self.value}: part {self.source} → {', '.join(map(str, self.targets))} in the {self.phase.value}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A value of all micro-batches: its global meta, and how each of them makes its piece."""
+
+    value: str
+    meta: TensorMeta
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A value that micro-batches make pieces of and read whole, in the layout `wanted` of the devices' mesh."""
+
+    piece: Piece
+    wanted: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartProgram:
+    """One part of the model.
+
+    Attributes:
+        first: run for every micro-batch before any of the rest, for its outputs, which are joined; None: nothing is.
+        main: forward and backward of one micro-batch.
+        sends, receives: by phase, what `main` gives to other parts and takes of them, in the order in which it does.
+    """
+
+    index: int
+    first: Program | None
+    joined: tuple[Joined, ...]
+    main: Program
+
+    def __str__(self) -> str:
+        return f"part {self.index}\n{self.main}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedProgram:
+    """All parts.
+
+    Attributes:
+        mesh: of one stage's devices.
+        stages, chunks, micro_batches, schedule: part k is chunk k // stages of stage k % stages.
+        collected: what `last` takes of all micro-batches: the last outputs of the last part's forward.
+        last: run once, on the last part's stage: what is collected -> the model's outputs.
+        passed: what goes between parts; `pieces`: of each value passed.
+        shared: parameter (name) -> parts that each make a summand of its gradient, and all hold it.
+        differentiable: positions of the model's outputs that have a gradient.
+    """
+
+    model_name: str
+    graph_hash: str
+    mesh: Mesh
+    stages: int
+    chunks: int
+    micro_batches: int
+    schedule: str
+    parts: tuple[PartProgram, ...]
+    collected: tuple[Piece, ...]
+    last: Program
+    passed: tuple[Passed, ...]
+    pieces: Mapping[str, Piece]
+    shared: Mapping[str, tuple[int, ...]]
+
+    def __str__(self) -> str:
+        head = f"program {self.model_name}: {len(self.parts)} parts on {self.stages} stages of {self.mesh}"
+        return "\n".join([head, *map(str, self.passed), *map(str, self.parts), f"at the end\n{self.last}"])
