@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from autopar.ir.graph import Phase, TensorMeta
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program
+from autopar.ir.program import Program, Source
 
 MICRO = "mb"
 """The axis of micro-batches."""
@@ -99,3 +99,22 @@ class StagedProgram:
     def __str__(self) -> str:
         head = f"program {self.model_name}: {len(self.parts)} parts on {self.stages} stages of {self.mesh}"
         return "\n".join([head, *map(str, self.passed), *map(str, self.parts), f"at the end\n{self.last}"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedSource:
+    """The emitted Python of all parts: one module each."""
+
+    first: Mapping[int, Source]
+    main: tuple[Source, ...]
+    last: Source
+
+    @property
+    def text(self) -> str:
+        """All modules, one after the other."""
+        found = []
+        for k, main in enumerate(self.main):
+            if k in self.first:
+                found.append(f"# Part {k}, before the micro-batches\n{self.first[k].text}")
+            found.append(f"# Part {k}\n{main.text}")
+        return "\n\n".join([*found, f"# At the end, on the last stage\n{self.last.text}"])

@@ -45,7 +45,10 @@ class Communicator(ABC):
         tick: told of the end of every line by a program that `runtime.timing` made tick.
         regions: what runs the regions of the program that runs now, by key.
         ungiven: (key, position) of the gradients that a region's backward gave as zeros since there were none.
+        device_mesh: the same mesh as torch knows it, for DTensors; None where ranks are no processes.
     """
+
+    device_mesh: Any = None
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
         self.mesh = mesh
@@ -74,6 +77,17 @@ class Communicator(ABC):
     @abstractmethod
     def _exchange(self, x: Tensor, axis: str) -> Tensor:
         """x: [n, *shape], contiguous -> [n, *shape] in which row j is x[own index] of rank j."""
+
+    def send_to(self, x: Tensor, to: int, tag: int) -> None:
+        """Give a tensor to another rank, which asks for it by the same tag; goes on at once."""
+        raise AssertionError(f"{type(self).__name__} has nobody to send to")
+
+    def receive_from(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> Tensor:
+        """What another rank sends by this tag; waits for it."""
+        raise AssertionError(f"{type(self).__name__} has nobody to receive from")
+
+    def sent(self) -> None:  # noqa: B027  (nothing to wait for where sending is done at once)
+        """Wait until all that was sent has arrived."""
 
     def size(self, axis: Axis) -> int:
         """Number of ranks along an axis."""
@@ -233,6 +247,38 @@ class Alone(Communicator):
 
     def _exchange(self, x: Tensor, axis: str) -> Tensor:
         raise AssertionError("one device exchanges nothing")
+
+
+class View(Communicator):
+    """A rank in a part of its mesh, or with more axes that are no ranks: collectives are those of `base`.
+
+    `at`: the position on each axis of `mesh` that `base` lacks.
+    """
+
+    def __init__(self, base: Communicator, mesh: Mesh, at: Mapping[str, int] | None = None) -> None:
+        super().__init__(mesh, 0, base.device)
+        self.base = base
+        self.place(at or {})
+
+    def place(self, at: Mapping[str, int]) -> None:
+        """Be at these positions on the axes that are no ranks."""
+        rank = 0
+        for axis in self.mesh.axes:
+            mine = at[axis.name] if axis.name in at else self.base.index(axis.name)
+            rank = rank * axis.size + mine
+        self.rank = rank
+
+    def _reduce(self, x: Tensor, axis: str, largest: bool) -> Tensor:
+        return self.base._reduce(x, axis, largest)
+
+    def _gather(self, x: Tensor, axis: str) -> Tensor:
+        return self.base._gather(x, axis)
+
+    def _scatter(self, x: Tensor, axis: str) -> Tensor:
+        return self.base._scatter(x, axis)
+
+    def _exchange(self, x: Tensor, axis: str) -> Tensor:
+        return self.base._exchange(x, axis)
 
 
 def names_of(axis: Axis) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ class GroupCommunicator(Communicator):
         self.device_mesh = device_mesh
         serve_whole_numbers()
         self._groups: dict[str, Any] = {name: device_mesh.get_group(name) for name in mesh.names}
+        self._under_way: list[tuple[Any, Tensor]] = []
 
     def _reduce(self, x: Tensor, axis: str, largest: bool) -> Tensor:
         out = x.clone()
@@ -58,6 +59,24 @@ class GroupCommunicator(Communicator):
         out = torch.empty_like(x)
         dist.all_to_all_single(_real(out).view(-1), _real(x).reshape(-1), group=self._groups[axis])
         return out
+
+    def send_to(self, x: Tensor, to: int, tag: int) -> None:
+        """Give a tensor to another rank, which asks for it by the same tag; goes on at once."""
+        x = x.contiguous()
+        self._under_way = [w for w in self._under_way if not w[0].is_completed()]
+        self._under_way.append((dist.isend(_real(x), to, tag=tag), x))
+
+    def receive_from(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> Tensor:
+        """What another rank sends by this tag; waits for it."""
+        out = torch.empty(shape, dtype=dtype, device=self.device)
+        dist.recv(_real(out), source, tag=tag)
+        return out
+
+    def sent(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way.clear()
 
 
 def _real(x: Tensor) -> Tensor:

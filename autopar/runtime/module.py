@@ -30,7 +30,6 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.profile import Fingerprint
 from autopar.ir.program import Source
-from autopar.runtime.agreement import agree_among
 from autopar.runtime.calls import (
     Planned,
     Request,
@@ -44,6 +43,7 @@ from autopar.runtime.calls import (
 from autopar.runtime.certificate import Arguments, certified
 from autopar.runtime.certificate.recorder import Notes, Recorder
 from autopar.runtime.comm import Communicator
+from autopar.runtime.compiled import CompiledModule
 from autopar.runtime.loaded import Executable
 from autopar.runtime.parameters import Weights, placements, storage_layouts, unwrap, wrap
 from autopar.runtime.regions import Given, gradient_sources, region_metas
@@ -76,7 +76,7 @@ class _Program:
     ticking: list[Executable]
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(CompiledModule):
     """A model compiled for one rank of a plan.
 
     Args:
@@ -88,6 +88,8 @@ class ParallelModule(nn.Module):
         seed: of the random ops, the same on every rank.
         hardware: of this rank; a report of a run says what it holds for.
     """
+
+    _autopar: _State
 
     def __init__(
         self,
@@ -142,16 +144,6 @@ class ParallelModule(nn.Module):
         """The emitted Python of `plan`."""
         return self._autopar.source.text
 
-    @property
-    def communicator(self) -> Communicator:
-        """This rank's `rt`."""
-        return self._autopar.rt
-
-    @property
-    def storage_layouts(self) -> dict[str, Layout]:
-        """How each parameter is stored, by its first name."""
-        return dict(self._autopar.weights.layouts)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own return value. Arguments: the global batch, plain and equal on all ranks, or DTensors."""
         state = self._autopar
@@ -176,27 +168,6 @@ class ParallelModule(nn.Module):
             for out, shape, layout in zip(outputs, program.output_shapes, program.outputs, strict=True)
         ]
         return signature.rebuild(found)
-
-    def manual_seed(self, seed: int) -> None:
-        """Draw from another seed, from its start. Collective. `Options.seed` is the first one."""
-        self.set_rng_state({"seed": seed, "step": 0})
-
-    def get_rng_state(self) -> dict[str, int]:
-        """Where the random ops are: the seed, and how many calls have drawn. The same on every rank."""
-        return {"seed": self._autopar.seed, "step": self._autopar.step}
-
-    def set_rng_state(self, state: Mapping[str, int]) -> None:
-        """Go on from a state of `get_rng_state`, of this module or of one compiled otherwise. Collective.
-
-        Raises:
-            InputError: it isn't such a state.
-            PlanError: ranks were given different ones.
-        """
-        wanted = {"seed", "step"}
-        if set(state) != wanted or not all(type(v) is int and -(2**63) <= v < 2**63 for v in state.values()):
-            raise InputError(f"an rng state has whole numbers of 64 bits for 'seed' and 'step'; got {dict(state)}")
-        agree_among(self._autopar.rt, str(sorted(state.items())), f"rng state {dict(state)}")
-        self._autopar.seed, self._autopar.step = state["seed"], state["step"]
 
     def measure(self, steps: int = 3) -> None:
         """Measure coming steps: one to warm up, `steps` as they are, as many with every line timed, one with memory
@@ -228,44 +199,6 @@ class ParallelModule(nn.Module):
                 found.save(path)
         return found
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state as plain tensors on every rank; loads strictly into the plain model. Collective."""
-        return self._autopar.weights.full_state_dict()
-
-    def load_full_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Take this rank's pieces of a plain state dict."""
-        self._autopar.weights.load_full_state_dict(state, strict=strict)
-
-    def load_safetensors(self, paths: Path | str | list[Path | str], *, strict: bool = True) -> None:
-        """Take this rank's pieces from safetensors files, reading only what it needs."""
-        self._autopar.weights.load_safetensors(paths, strict=strict)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """A state dict of a compiled module (pieces), or of the plain model (whole tensors), each key as it comes."""
-        if assign:
-            raise UserError("load_state_dict(assign=True): a compiled module keeps its own pieces; leave assign out")
-        return self._autopar.weights.load_state_dict(state_dict, strict=strict)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
-        """What `.to()`, `.half()`, `.cuda()` and the like do to every tensor: nothing, or an error if it were a change.
-
-        Dtypes and devices are part of the program.
-        """
-        tensors = (*self._autopar.weights.parameters.values(), *self._autopar.weights.buffers.values())
-        for dtype, device in {(t.dtype, t.device) for t in map(unwrap, tensors)}:
-            made = fn(torch.empty(0, dtype=dtype, device=device))
-            if made.dtype != dtype:
-                raise UserError(
-                    f"a compiled module keeps its dtypes ({dtype} would become {made.dtype}): convert the plain model "
-                    "before compile, or compile with Options(precision='bf16' or 'fp64')"
-                )
-            if made.device != device:
-                raise UserError(
-                    f"a compiled module keeps its device ({device}, asked for {made.device}): each rank's device is "
-                    "decided where ranks are started; leave the call out"
-                )
-        return self
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module with weights of its own that runs the same programs (an average of the weights, for example)."""
         new = ParallelModule.__new__(ParallelModule)
@@ -283,12 +216,6 @@ class ParallelModule(nn.Module):
         other.__dict__ = self.__dict__
         other.__class__ = ParallelModule
         state.weights.root = state.modules[""] = other
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UserError(
-            "a compiled module cannot be pickled (it holds this rank's process groups): save module.state_dict(), or "
-            "module.full_state_dict() for the plain model, and compile again"
-        )
 
 
 class _State:

@@ -7,7 +7,7 @@ order, and names of tied weights give the same Parameter object.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from autopar.errors import PlanError, UserError
 from autopar.ir.layout import Kind, Layout, local_piece, parse_layout, replicated
 from autopar.ir.mesh import Mesh
 from autopar.runtime.comm import Communicator
-from autopar.runtime.groups import GroupCommunicator
 
 
 class Holder(nn.Module):
@@ -47,7 +46,7 @@ def placements(layout: Layout) -> tuple[TorchPlacement, ...]:
 
 def wrap(local: Tensor, shape: tuple[int, ...], layout: Layout, rt: Communicator) -> Tensor:
     """This rank's piece as a DTensor; as it is where there is one device, or where ranks are threads."""
-    if not isinstance(rt, GroupCommunicator):
+    if rt.device_mesh is None:
         return local
     return DTensor.from_local(
         local, rt.device_mesh, placements(layout), run_check=False, shape=torch.Size(shape), stride=_stride(shape)
@@ -84,7 +83,8 @@ class Weights:
         dtypes: what parameters and buffers are stored in, where it isn't the model's own dtype.
 
     `first` maps each name to the first name of the same tensor; `unloaded` has the first names without values yet.
-    What no state dict has to hold (buffers that are not persistent) is taken from one where it is there.
+    What no state dict has to hold (buffers that are not persistent) is taken from one where it is there. With `here`,
+    other parameters are on other ranks: their names are known, and where they stand is nothing.
     """
 
     def __init__(
@@ -94,8 +94,11 @@ class Weights:
         layouts: Mapping[str, Layout],
         dtypes: Mapping[str, str],
         rt: Communicator,
+        here: Container[str] | None = None,
     ) -> None:
         self.root = root
+        self.here = here
+        self.keys = tuple(model.state_dict())
         self.rt = rt
         self.dtypes = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
         self.layouts: dict[str, Layout] = {}
@@ -128,9 +131,11 @@ class Weights:
 
     def _parameter(
         self, path: str, own: str, parameter: nn.Parameter, seen: dict[int, str], layouts: Mapping[str, Layout]
-    ) -> nn.Parameter:
+    ) -> nn.Parameter | None:
         name = f"{path}.{own}" if path else own
         first = self.first[name] = seen.setdefault(id(parameter), name)
+        if self.here is not None and first not in self.here:
+            return None
         if first in self.parameters:
             return self.parameters[first]
         layout = self.layouts[first] = layouts.get(first, replicated(self.rt.mesh))
@@ -234,7 +239,7 @@ class Weights:
                 f"state does not fit the model: missing {missing[:5] or 'none'}, unexpected {extra[:5] or 'none'}"
             )
         for key in known:
-            if key in names:
+            if key in names and (self.first[key] in self.parameters or self.first[key] in self.buffers):
                 self._fill(key, get(key))
 
     def _fill(self, key: str, given: Tensor | _Slice) -> None:

@@ -44,6 +44,38 @@ class _Meeting:
             raise ValueError(f"ranks meet in one collective with different tensors: {sorted(map(str, seen))}")
 
 
+class _Mail:
+    """Tensors on their way from rank to rank."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._arrived = threading.Condition()
+        self._waiting: dict[tuple[int, int, int], Tensor] = {}
+        self._broken = False
+
+    def put(self, key: tuple[int, int, int], x: Tensor) -> None:
+        """Give; `key`: (from, to, tag)."""
+        with self._arrived:
+            if key in self._waiting:
+                raise ValueError(f"rank {key[0]} sends to {key[1]} by tag {key[2]} before the last such was received")
+            self._waiting[key] = x
+            self._arrived.notify_all()
+
+    def take(self, key: tuple[int, int, int]) -> Tensor:
+        """Wait for it."""
+        with self._arrived:
+            there = self._arrived.wait_for(lambda: self._broken or key in self._waiting, self._timeout_s)
+            if self._broken or not there:
+                raise threading.BrokenBarrierError
+            return self._waiting.pop(key)
+
+    def abort(self) -> None:
+        """Break every wait, now and later."""
+        with self._arrived:
+            self._broken = True
+            self._arrived.notify_all()
+
+
 class ThreadWorld:
     """A mesh of threads. `communicator(rank)` is the `rt` of one of them."""
 
@@ -54,24 +86,38 @@ class ThreadWorld:
             for axis in mesh.axes
             for group in mesh.groups(axis.name)
         }
+        self._mail = _Mail(timeout_s)
 
     def communicator(self, rank: int) -> ThreadCommunicator:
         """`rt` of one rank."""
         mine = {axis: meeting for (axis, group), meeting in self._meetings.items() if rank in group}
-        return ThreadCommunicator(self.mesh, rank, mine)
+        return ThreadCommunicator(self.mesh, rank, mine, self._mail)
 
     def abort(self) -> None:
         """Break every wait, now and later."""
         for meeting in self._meetings.values():
             meeting.barrier.abort()
+        self._mail.abort()
 
 
 class ThreadCommunicator(Communicator):
     """`rt` of one thread."""
 
-    def __init__(self, mesh: Mesh, rank: int, meetings: dict[str, _Meeting]) -> None:
+    def __init__(self, mesh: Mesh, rank: int, meetings: dict[str, _Meeting], mail: _Mail) -> None:
         super().__init__(mesh, rank, torch.device("cpu"))
         self._meetings = meetings
+        self._mail = mail
+
+    def send_to(self, x: Tensor, to: int, tag: int) -> None:
+        """Give a tensor to another rank, which asks for it by the same tag."""
+        self._mail.put((self.rank, to, tag), x.contiguous().clone())
+
+    def receive_from(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> Tensor:
+        """What another rank sends by this tag; waits for it."""
+        found = self._mail.take((source, self.rank, tag))
+        if (tuple(found.shape), found.dtype) != (tuple(shape), dtype):
+            raise ValueError(f"rank {source} sent {found.dtype}{list(found.shape)}, expected {dtype}{list(shape)}")
+        return found
 
     def _swap(self, x: Tensor, axis: str, take: Callable[[list[Tensor]], Tensor]) -> Tensor:
         return self._meetings[axis].swap(self.index(axis), x, take)

@@ -27,6 +27,7 @@ from autopar.ir.graph import (
 )
 from autopar.ir.staged import JOINED, RECEIVED, Passed
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutGraph:
     """See the module.
@@ -206,7 +207,8 @@ class _Cutter:
 
     def _gradients(self, part: int) -> tuple[list[GraphOutput], list[Node]]:
         """This part's gradients of parameters; sums of several summands of one, made like those of the model."""
-        found, sums = [], []
+        found: list[GraphOutput] = []
+        sums: list[Node] = []
         for parameter, summands in self.places.summands.items():
             mine = [leaf for at, leaf in summands if at == part]
             if not mine:

@@ -89,9 +89,9 @@ class Whole:
         if key not in self._lasting:
             found = {i.value.name for i in graph.inputs if i.kind is InputKind.PARAMETER}
             for node in graph.nodes:
-                if node.phase is Phase.FORWARD and node.refs and node.block is None and not is_random(node.op):
-                    if all(r in found for r in node.refs):
-                        found |= {o.name for o in node.outputs if o is not None}
+                own = node.phase is Phase.FORWARD and node.block is None and not is_random(node.op)
+                if own and node.refs and all(r in found for r in node.refs):
+                    found |= {o.name for o in node.outputs if o is not None}
             self._lasting[key] = frozenset(found)
         return self._lasting[key]
 
@@ -201,25 +201,22 @@ class Whole:
         return wanted
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartLayouts(PlanLayouts):
     """`PlanLayouts` of one graph that `cut_graph` made, and of the blocks that it calls.
 
     Parameters arrive as stored, and their gradients leave so, each micro-batch its summand.
     """
 
-    __slots__ = ("_whole",)
-
-    def __init__(self, captured: CapturedGraph, whole: Whole) -> None:
-        super().__init__(captured, whole.plan, whole.mesh)
-        object.__setattr__(self, "_whole", whole)
+    whole: Whole
 
     def strategy(self, graph: Graph, node: Node) -> Strategy:
         """What the plan chose for an op, in micro-batches."""
-        return self._whole.strategy(graph, node)  # type: ignore[no-any-return]
+        return self.whole.strategy(graph, node)
 
     def later(self, graph: Graph) -> dict[str, Layout | None] | None:
         """As of `PlanLayouts`: what this graph makes."""
-        whole: Whole = self._whole
+        whole = self.whole
         way = graph.name if graph.name != whole.captured.top.name else None
         found: dict[str, Layout | None] = {}
         known = False
@@ -244,7 +241,7 @@ class PartLayouts(PlanLayouts):
 
     def arrivals(self, graph: Graph) -> dict[str, Layout]:
         """Of each input; of what another part sends, the layout in which it was made."""
-        whole: Whole = self._whole
+        whole = self.whole
         top = whole.captured.top
         names = self._parameter_names(graph)
         found = {}
@@ -269,7 +266,7 @@ class PartLayouts(PlanLayouts):
 
     def gradient(self, graph: Graph, target: str, value: str) -> Layout:
         """As the parameter is stored; a summand of each micro-batch, unless all make the same."""
-        whole: Whole = self._whole
+        whole = self.whole
         stored = whole.spread(whole.device.storage(self._parameter_names(graph)[target]), lasting=True)
         if MICRO not in stored.axes:
             return stored
@@ -279,7 +276,7 @@ class PartLayouts(PlanLayouts):
         return stored.replace(MICRO, made if made.kind is not Kind.SHARD else R)
 
     def _as_made(self, graph: Graph, value: str) -> Layout:
-        whole: Whole = self._whole
+        whole = self.whole
         for own in graph.inputs:
             if own.value.name == value:
                 return self.arrivals(graph)[value]

@@ -26,7 +26,8 @@ class Live:
     Attributes:
         main: nodes that run in every micro-batch; `first`: those that run for all of them before the rest.
         joined: values that `main` reads joined, made by `first`.
-        post: nodes that run once at the end. `collected`: values that `post`, or the outputs, take of all micro-batches.
+        post: nodes that run once at the end.
+        collected: values that `post`, or the outputs, take of all micro-batches.
     """
 
     main: frozenset[str]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from autopar.codegen.check import check_names
+from autopar.codegen.emit import emit
 from autopar.codegen.layouts import PlanLayouts
 from autopar.codegen.lower import lower_by
 from autopar.codegen.stages.cut import CutGraph, cut_graph
@@ -13,10 +14,12 @@ from autopar.codegen.stages.layouts import PartLayouts, Ways, Whole, instances_o
 from autopar.errors import PlanError
 from autopar.ir.ends import before_blocks
 from autopar.ir.graph import Block, BlockCall, CapturedGraph, Graph, InputKind, Node, OutputKind
-from autopar.ir.plan import Plan, PlanStage, mesh_of
+from autopar.ir.layout import Layout
+from autopar.ir.plan import Plan, mesh_of
 from autopar.ir.program import Program
 from autopar.ir.reshard import Collective
-from autopar.ir.staged import JOINED, MICRO, RECEIVED, Joined, PartProgram, Piece, StagedProgram
+from autopar.ir.staged import JOINED, MICRO, RECEIVED, Joined, PartProgram, Piece, StagedProgram, StagedSource
+from autopar.ir.strategy import Strategy
 
 
 def lower_stages(captured: CapturedGraph, plan: Plan) -> StagedProgram:
@@ -80,7 +83,7 @@ def _ways(captured: CapturedGraph, plan: Plan, counts: tuple[int, ...]) -> Ways:
     return Ways(first=ends["first"], last=ends["last"], before=before_blocks(captured.top.nodes), blocks=blocks)
 
 
-def _part(whole: Whole, cut: CutGraph, index: int, piece) -> PartProgram:  # type: ignore[no-untyped-def]
+def _part(whole: Whole, cut: CutGraph, index: int, piece: Callable[[str], Piece]) -> PartProgram:
     first = cut.first[index]
     joined = []
     for out in first.outputs if first is not None else ():
@@ -98,7 +101,8 @@ def _part(whole: Whole, cut: CutGraph, index: int, piece) -> PartProgram:  # typ
 def _program(whole: Whole, graph: Graph) -> Program:
     """A part's graph in micro-batches."""
     part = _captured(whole, graph)
-    program = replace(lower_by(part, PartLayouts(part, whole)), summed=(MICRO,) if MICRO in whole.mesh.names else ())
+    layouts = PartLayouts(part, whole.plan, whole.mesh, whole=whole)
+    program = replace(lower_by(part, layouts), summed=(MICRO,) if MICRO in whole.mesh.names else ())
     check_names(program)
     if whole.plan.schedule.micro_batches > 1:
         _refuse_joins(program)
@@ -144,40 +148,48 @@ def _refuse_joins(program: Program) -> None:
                     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _EndLayouts(PlanLayouts):
     """Of what runs at the end, on the devices' own mesh: as the plan has it; what is collected, as it was made."""
 
-    __slots__ = ("_whole",)
+    whole: Whole
 
-    def __init__(self, captured: CapturedGraph, whole: Whole) -> None:
-        super().__init__(captured, whole.plan, mesh_of(whole.plan))
-        object.__setattr__(self, "_whole", whole)
-
-    def strategy(self, graph: Graph, node: Node):  # type: ignore[no-untyped-def]
+    def strategy(self, graph: Graph, node: Node) -> Strategy:
         """What the plan chose for an op."""
-        return super().strategy(replace(graph, name=self._whole.way(graph, node)), node)
+        return PlanLayouts.strategy(self, replace(graph, name=self.whole.way(graph, node)), node)
 
     def later(self, graph: Graph) -> None:
         """Nothing is kept: there is no backward."""
 
-    def arrivals(self, graph: Graph):  # type: ignore[no-untyped-def]
+    def arrivals(self, graph: Graph) -> dict[str, Layout]:
         """Of each input; of what was collected, the layout in which it was made."""
-        found = super().arrivals(replace(graph, inputs=tuple(i for i in graph.inputs if not _is_collected(i.target))))
-        top = self._whole.captured.top
-        for own in graph.inputs:
-            if _is_collected(own.target):
-                found[own.value.name] = without_micro(self._whole.made(top, own.value.name), self.mesh)
+        found = PlanLayouts.arrivals(
+            self, replace(graph, inputs=tuple(i for i in graph.inputs if not _is_collected(i.target)))
+        )
+        top = self.whole.captured.top
+        for given in graph.inputs:
+            if _is_collected(given.target):
+                found[given.value.name] = without_micro(self.whole.made(top, given.value.name), self.mesh)
         return found
 
     def _parameter_names(self, graph: Graph) -> dict[str, str]:
         return {i.value.name: i.target for i in graph.inputs if i.kind is InputKind.PARAMETER}
 
-    def output(self, position: int):  # type: ignore[no-untyped-def]
+    def output(self, position: int) -> Layout:
         """As the plan gives the model's outputs."""
-        outs = [p for p, o in enumerate(self._whole.captured.top.outputs) if o.kind is OutputKind.OUTPUT]
-        way = self._whole.ways.last
+        outs = [p for p, o in enumerate(self.whole.captured.top.outputs) if o.kind is OutputKind.OUTPUT]
+        way = self.whole.ways.last
         text = self.plan.outputs.get(way, {}).get(str(outs[position]))
         return self.parse(text if text is not None else "whole", f"output {position}")
+
+
+def emit_stages(program: StagedProgram) -> StagedSource:
+    """The modules' text."""
+    return StagedSource(
+        first={p.index: emit(p.first) for p in program.parts if p.first is not None},
+        main=tuple(emit(p.main) for p in program.parts),
+        last=emit(program.last),
+    )
 
 
 def _is_collected(target: str) -> bool:
@@ -186,6 +198,6 @@ def _is_collected(target: str) -> bool:
 
 def _end(whole: Whole, cut: CutGraph) -> Program:
     part = _captured(whole, cut.last)
-    program = lower_by(part, _EndLayouts(part, whole))
+    program = lower_by(part, _EndLayouts(part, whole.plan, mesh_of(whole.plan), whole=whole))
     check_names(program)
     return program

@@ -121,7 +121,8 @@ class _Placer:
                 ]  # fmt: skip
                 self.part[node.name] = min(asked, default=self.last)
         for node in nodes:
-            late = [r for r in node.refs if self._part_made(r) is not None and self._part_made(r) > self.part[node.name]]  # type: ignore[operator]
+            here = self.part[node.name]
+            late = [r for r in node.refs if (made := self._part_made(r)) is not None and made > here]
             if late:
                 raise PlanError(f"{node.key} is on a stage before that which makes {late[0]}: search without stages")
 

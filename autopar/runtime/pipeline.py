@@ -1,0 +1,363 @@
+"""One step of a plan with stages or micro-batches, on one rank: the parts of its stage in the order of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ir.graph import Phase
+from autopar.ir.layout import Kind, Layout, local_piece, parse_layout
+from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.schedule import Action, ActionKind
+from autopar.ir.schedules import build_schedule
+from autopar.ir.staged import JOINED, MICRO, RECEIVED, Joined, Passed, Piece, StagedProgram, StagedSource
+from autopar.runtime.comm import Communicator, View
+from autopar.runtime.loaded import Executable
+
+STAGE = "pp"
+"""The axis of stages in the mesh of all ranks."""
+SCHEDULES = {"none": "none", "accumulate": "none"}
+"""Schedules of a plan that are others by another name."""
+
+
+def all_ranks(mesh: Mesh, stages: int) -> Mesh:
+    """The mesh of all ranks: those of a stage follow one another."""
+    return Mesh(axes=(Axis(name=STAGE, size=stages), *mesh.axes))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of the model on this rank."""
+
+    index: int
+    first: Executable | None
+    joined: tuple[Joined, ...]
+    main: Executable
+    summed: tuple[bool, ...]
+    """Of each parameter, whether micro-batches make summands of its gradient (or all the same)."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What a step gives: outputs on the last stage (None elsewhere), and gradients by name of parameter."""
+
+    outputs: list[Tensor] | None
+    gradients: dict[str, Tensor]
+    updates: dict[str, Tensor]
+
+
+class Pipeline:
+    """This rank's parts, ready to run.
+
+    Attributes:
+        everyone: all ranks; `rt`: those of this stage; `micro`: the same, in one micro-batch.
+    """
+
+    def __init__(self, program: StagedProgram, source: StagedSource, everyone: Communicator) -> None:
+        self.program = program
+        self.everyone = everyone
+        self.stage = everyone.index(STAGE)
+        self.rt = View(everyone, program.mesh)
+        whole = everyone.device_mesh
+        if whole is not None and program.mesh.axes:
+            self.rt.device_mesh = whole[program.mesh.names]
+        self.micro = View(everyone, program.parts[0].main.mesh, {MICRO: 0})
+        chunks, stages = program.chunks, program.stages
+        self.parts = tuple(self._part(c * stages + self.stage, source) for c in range(chunks))
+        last = len(program.parts) - 1
+        self.last = Executable(source.last, program.model_name) if last % stages == self.stage else None
+        schedule = build_schedule(
+            SCHEDULES.get(program.schedule, program.schedule), stages=stages, micro_batches=program.micro_batches,
+            chunks=chunks,
+        )  # fmt: skip
+        self.order = schedule.orders[self.stage]
+        self.draws = any("DRAWS = True" in main.text for main in source.main)
+
+    def _part(self, index: int, source: StagedSource) -> Part:
+        part = self.program.parts[index]
+        name = f"{self.program.model_name} part {index}"
+        top = part.main.functions[-1]
+        assert top.phase is Phase.BACKWARD
+        return Part(
+            index=index,
+            first=Executable(source.first[index], name) if part.first is not None else None,
+            joined=part.joined,
+            main=Executable(source.main[index], name),
+            summed=tuple(
+                g is None or MICRO not in g.layout.axes or g.layout.on(MICRO).kind is Kind.PARTIAL
+                for g in top.gradients
+            ),
+        )
+
+    def begin(self, seed: int, step: int) -> None:
+        """Draw from here."""
+        for rt in (self.rt, self.micro):
+            rt.seed, rt.step = seed, step
+
+    def home(self, part: int) -> int:
+        """The stage of a part."""
+        return part % self.program.stages
+
+    def neighbour(self, stage: int) -> int:
+        """The rank of another stage at this rank's place."""
+        return stage * self.program.mesh.size + self.rt.rank
+
+
+@dataclass
+class Step:
+    """One step under way.
+
+    Args:
+        given: the arguments of the call by path; parameters and buffers: local tensors by name.
+        tangents: of the model's differentiable outputs by target; None: forward only.
+    """
+
+    pipeline: Pipeline
+    given: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    constants: Mapping[str, Tensor]
+    tangents: Mapping[str, Tensor] | None
+    joined: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    local: dict[tuple[int, str, int], Tensor] = field(default_factory=dict)
+    saved: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    sums: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    owned: set[tuple[int, str]] = field(default_factory=set)
+    collected: list[list[Tensor]] = field(default_factory=list)
+    updates: dict[str, Tensor] = field(default_factory=dict)
+
+    def run(self) -> Result:
+        """Everything in order."""
+        pipeline = self.pipeline
+        self.collected = [[] for _ in pipeline.program.collected]
+        for part in pipeline.parts:
+            self._join(part)
+        for action in pipeline.order:
+            if action.kind is ActionKind.FORWARD:
+                self._forward(action)
+            elif self.tangents is not None:
+                self._backward(action)
+        gradients = self._gradients() if self.tangents is not None else {}
+        outputs = self._outputs() if pipeline.last is not None else None
+        pipeline.everyone.sent()
+        return Result(outputs=outputs, gradients=gradients, updates=self.updates)
+
+    # Before and after the micro-batches -------------------------------------------------------------------------------
+
+    def _join(self, part: Part) -> None:
+        """What micro-batches make together, before any of the rest."""
+        if part.first is None:
+            return
+        made: list[list[Tensor]] = [[] for _ in part.joined]
+        for j in range(self.pipeline.program.micro_batches):
+            self._at(j)
+            outputs, _, _ = part.first.forward(
+                self.pipeline.micro, self._parameters(part.first), self._buffers(part.first),
+                self._constants(part.first), self._inputs(part.first, part, j),
+            )  # fmt: skip
+            for row, out in zip(made, outputs, strict=True):
+                row.append(out)
+        for row, joined in zip(made, part.joined, strict=True):
+            rt = self.pipeline.rt
+            layout = _of_devices(joined.piece.layout, rt.mesh)
+            whole = _together(row, joined.piece)
+            meta = joined.piece.meta
+            self.joined[part.index, joined.piece.value] = rt.convert(
+                whole, layout, joined.wanted, meta.shape, meta.units
+            )
+
+    def _outputs(self) -> list[Tensor]:
+        """The model's outputs, of what the last part's micro-batches gave."""
+        last, program = self.pipeline.last, self.pipeline.program
+        assert last is not None
+        collected = {
+            piece.value: _together(row, piece) for row, piece in zip(self.collected, program.collected, strict=True)
+        }
+        rt = self.pipeline.rt
+        inputs = [
+            collected[name.removeprefix(RECEIVED)]
+            if name.startswith(RECEIVED)
+            else place(self.given[name], parse_layout(text, rt.mesh), rt)
+            for name, text in last.inputs.items()
+        ]
+        outputs, _, _ = last.forward(rt, self._parameters(last), self._buffers(last), self._constants(last), inputs)
+        return outputs
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Sums of all micro-batches, and of all parts that read a parameter."""
+        found: dict[str, Tensor] = {}
+        shared = self.pipeline.program.shared
+        for (_, name), total in self.sums.items():
+            if name not in shared:
+                found[name] = total
+        for number, (name, parts) in enumerate(shared.items()):
+            if any(self.pipeline.home(p) == self.pipeline.stage for p in parts):
+                found[name] = self._over_stages(name, parts, number)
+        return found
+
+    def _over_stages(self, name: str, parts: Sequence[int], number: int) -> Tensor:
+        """The sum of the gradients of a parameter that parts on several stages hold, in the order of parts."""
+        pipeline = self.pipeline
+        rows: dict[int, Tensor] = {p: self.sums[p, name] for p in parts if (p, name) in self.sums}
+        like = next(iter(rows.values()))
+        homes = sorted({pipeline.home(p) for p in parts} - {pipeline.stage})
+        base = (
+            1 + len(pipeline.program.passed) * pipeline.program.micro_batches * 2 + number * len(pipeline.program.parts)
+        )
+        for home in homes:
+            for p, row in rows.items():
+                if pipeline.home(p) == pipeline.stage:
+                    pipeline.everyone.send_to(row, pipeline.neighbour(home), base + p)
+        for home in homes:
+            for p in parts:
+                if pipeline.home(p) == home:
+                    rows[p] = pipeline.everyone.receive_from(
+                        tuple(like.shape), like.dtype, pipeline.neighbour(home), base + p
+                    )
+        total = rows[parts[0]]
+        for p in parts[1:]:
+            total = total + rows[p]
+        return total
+
+    # One micro-batch --------------------------------------------------------------------------------------------------
+
+    def _at(self, micro_batch: int) -> None:
+        self.pipeline.micro.place({MICRO: micro_batch})
+
+    def _forward(self, action: Action) -> None:
+        part, j = self.pipeline.parts[action.chunk], action.micro_batch
+        self._at(j)
+        main = part.main
+        outputs, updates, saved = main.forward(
+            self.pipeline.micro, self._parameters(main), self._buffers(main), self._constants(main),
+            self._inputs(main, part, j),
+        )  # fmt: skip
+        if self.tangents is not None:
+            self.saved[part.index, j] = saved
+        self.updates.update(zip(main.updates, updates, strict=True))
+        sent = [p for p in self.pipeline.program.passed if p.source == part.index and p.phase is Phase.FORWARD]
+        for passed, out in zip(sent, outputs, strict=False):
+            self._pass(passed, out, j)
+        if part.index == len(self.pipeline.program.parts) - 1:
+            at = {p.value: out for p, out in zip(sent, outputs, strict=False)}
+            rest = iter(outputs[len(sent) :])
+            for row, piece in zip(self.collected, self.pipeline.program.collected, strict=True):
+                row.append(at[piece.value] if piece.value in at else next(rest))
+
+    def _backward(self, action: Action) -> None:
+        part, j = self.pipeline.parts[action.chunk], action.micro_batch
+        self._at(j)
+        main = part.main
+        assert self.tangents is not None
+        tangents = []
+        for target, text in main.tangents.items():
+            if target.startswith(RECEIVED):
+                tangents.append(self._arrived(target.removeprefix(RECEIVED), part.index, Phase.BACKWARD, j))
+            else:
+                layout = parse_layout(text, self.pipeline.micro.mesh)
+                tangents.append(place(self.tangents[target], layout, self.pipeline.micro))
+        found = main.backward(
+            self.pipeline.micro, self._parameters(main), self._buffers(main), self._constants(main),
+            self.saved.pop((part.index, j)), tangents,
+        )  # fmt: skip
+        count = len(main.parameters)
+        for name, gradient, summed in zip(main.parameters, found[:count], part.summed, strict=True):
+            if gradient is not None:
+                self._add((part.index, name), gradient, summed)
+        sent = [p for p in self.pipeline.program.passed if p.source == part.index and p.phase is Phase.BACKWARD]
+        for passed, out in zip(sent, found[count:], strict=True):
+            self._pass(passed, out, j)
+
+    def _add(self, key: tuple[int, str], gradient: Tensor, summed: bool) -> None:
+        """To the sum of a parameter's gradients; where every micro-batch makes the same, it is that."""
+        known = self.sums.get(key)
+        if known is None or not summed:
+            self.sums[key] = gradient
+        elif key in self.owned:
+            known.add_(gradient)
+        else:  # what the backward gave may be a view of something else
+            self.sums[key] = known + gradient
+            self.owned.add(key)
+
+    def _pass(self, passed: Passed, value: Tensor, micro_batch: int) -> None:
+        pipeline = self.pipeline
+        for target in passed.targets:
+            if pipeline.home(target) == pipeline.stage:
+                self.local[target, passed.value, micro_batch] = value
+            else:
+                tag = self._tag(passed, micro_batch)
+                pipeline.everyone.send_to(value, pipeline.neighbour(pipeline.home(target)), tag)
+
+    def _tag(self, passed: Passed, micro_batch: int) -> int:
+        return 1 + self.pipeline.program.passed.index(passed) * self.pipeline.program.micro_batches + micro_batch
+
+    def _arrived(self, value: str, part: int, phase: Phase, micro_batch: int) -> Tensor:
+        """What another part sent to this one."""
+        here = self.local.pop((part, value, micro_batch), None)
+        if here is not None:
+            return here
+        pipeline = self.pipeline
+        passed = next(p for p in pipeline.program.passed if p.value == value and p.phase is phase and part in p.targets)
+        piece = pipeline.program.pieces[value]
+        _, shape = local_piece(
+            piece.meta.shape, piece.layout, pipeline.micro.mesh, pipeline.micro.rank, piece.meta.units
+        )
+        dtype = getattr(torch, piece.meta.dtype)
+        source = pipeline.neighbour(pipeline.home(passed.source))
+        return pipeline.everyone.receive_from(shape, dtype, source, self._tag(passed, micro_batch))
+
+    def _inputs(self, executable: Executable, part: Part, micro_batch: int) -> list[Tensor]:
+        found = []
+        for name, text in executable.inputs.items():
+            if name.startswith(RECEIVED):
+                found.append(self._arrived(name.removeprefix(RECEIVED), part.index, Phase.FORWARD, micro_batch))
+            elif name.startswith(JOINED):
+                found.append(self.joined[part.index, name.removeprefix(JOINED)])
+            else:
+                layout = parse_layout(text, self.pipeline.micro.mesh)
+                found.append(place(self.given[name], layout, self.pipeline.micro))
+        return found
+
+    def _parameters(self, executable: Executable) -> list[Tensor]:
+        return [self.parameters[name] for name in executable.parameters]
+
+    def _buffers(self, executable: Executable) -> list[Tensor]:
+        return [self._cut(self.buffers[name], text, name in executable.updates) for name, text in
+                executable.buffers.items()]  # fmt: skip
+
+    def _constants(self, executable: Executable) -> list[Tensor]:
+        return [self._cut(self.constants[name], text, False) for name, text in executable.constants.items()]
+
+    def _cut(self, whole: Tensor, text: str, copy: bool) -> Tensor:
+        rt = self.pipeline.micro if f"{MICRO}:" in text else self.pipeline.rt
+        return place(whole.clone() if copy else whole, parse_layout(text, rt.mesh), rt)
+
+
+def place(whole: Tensor, layout: Layout, rt: Communicator) -> Tensor:
+    """This rank's piece of a tensor that all ranks have."""
+    for axis in layout.axes:
+        at = layout.on(axis)
+        if at.kind is Kind.SHARD:
+            whole = rt.narrow(whole, axis, at.dim)
+    return whole.contiguous()
+
+
+def _of_devices(layout: Layout, mesh: Mesh) -> Layout:
+    return Layout(mesh.names, tuple(layout.on(name) for name in mesh.names))
+
+
+def _together(row: Sequence[Tensor], piece: Piece) -> Tensor:
+    """What all micro-batches made: summands added, pieces joined, or what all made alike."""
+    if len(row) == 1 or MICRO not in piece.layout.axes:
+        return row[-1]
+    at = piece.layout.on(MICRO)
+    if at.kind is Kind.PARTIAL:
+        total = row[0]
+        for other in row[1:]:
+            total = total + other
+        return total
+    return torch.cat(list(row), at.dim) if at.kind is Kind.SHARD else row[-1]
