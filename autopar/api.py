@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace as replace_fields
 from torch import Tensor, nn
 
-from autopar import codegen, meshes, objectives, pipelines, questions, sharding, tracer
+from autopar import codegen, meshes, objectives, pipelines, questions, sharding, staging, tracer
 from autopar.candidates import Progress, Task, step_memory
 from autopar.cost_model.answer import inputs_of
 from autopar.cost_model.clusters import load_cluster
@@ -38,6 +38,7 @@ from autopar.ir.plan import decode_plan, mesh_of
 from autopar.ir.profile import refuse_foreign
 from autopar.ir.program import Source
 from autopar.ir.schedules import build_schedule
+from autopar.ir.staged import StagedSource
 from autopar.ir.timeline import Timeline
 from autopar.ops.lowering import is_random
 from autopar.present.plan_diff import PlanDiff, diff_plans
@@ -47,6 +48,7 @@ from autopar.questions import Explanation, WhyNot
 from autopar.runtime.agreement import agree, agree_among, from_first, parts_of
 from autopar.runtime.calls import Request
 from autopar.runtime.comm import Alone, Communicator
+from autopar.runtime.compiled import CompiledModule
 from autopar.runtime.deferred import DeferredModule
 from autopar.runtime.groups import communicator, init_ranks, ranks_started
 from autopar.runtime.module import ParallelModule
@@ -399,9 +401,9 @@ def _require_cluster(cluster: object) -> None:
         raise UserError(f"cluster {cluster!r}: wanted a ClusterSpec, as ClusterSpec.load('rtx4090:8') makes one")
 
 
-def _started(plan: records.Plan, source: Source) -> Communicator:
+def _started(plan: records.Plan, source: Source | StagedSource) -> Communicator:
     """This process's `rt` under torchrun or `launch`, once all ranks are seen to hold the same plan and program."""
-    mesh, started = mesh_of(plan), ranks_started()
+    mesh, started = records.all_ranks(plan), ranks_started()
     if started != plan.cluster.devices:
         raise PlanError(
             f"the plan is for {plan.cluster.devices} ranks ({plan.cluster.name}), {started} were launched: search "
@@ -416,14 +418,14 @@ def _started(plan: records.Plan, source: Source) -> Communicator:
 
 def compile_on(
     model: nn.Module,
-    ranks: Callable[[records.Plan, Source], Communicator],
+    ranks: Callable[[records.Plan, Source | StagedSource], Communicator],
     cluster: description.ClusterSpec | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
     plan: records.Plan | None = None,
     options: Options,
-) -> ParallelModule:
+) -> CompiledModule:
     """`compile` for ranks of any kind: `ranks` gives this rank's `rt` for a plan and its program."""
     captured = _captured_call(model, args, kwargs, options)
     if plan is None:
@@ -431,6 +433,10 @@ def compile_on(
         plan = plan_captured(captured, cluster, options=options)
     elif plan.model.graph_hash != captured.hash and _is_called_otherwise(plan, captured):
         plan = plan_again(plan, captured, cluster or _described(plan), options)
+    if records.is_staged(plan):
+        _check_model(captured, plan)
+        made = staging.staged(captured, plan)
+        return made.module(model, ranks(plan, made.source), seed=options.seed)
     source = emit_captured(captured, plan)
     rt = ranks(plan, source)
     agree_among(rt, f"{options.seed}|{source.text}", f"compile({captured.model_name}): the program or the seed")
@@ -499,7 +505,7 @@ def _described(plan: records.Plan) -> description.ClusterSpec:
 
 def _is_called_otherwise(plan: records.Plan, captured: CapturedGraph) -> bool:
     """True if the plan is of this model as far as its parameters say, but for inputs of other shapes or dtypes."""
-    if plan.request is None or plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1:
+    if plan.request is None or records.is_staged(plan):
         return False
     same = {p.name for p in captured.parameters} == set(plan.parameters)
     same &= sum(p.meta.numel for p in captured.parameters) == plan.model.parameters
@@ -577,7 +583,11 @@ def emit_source(
 ) -> str:
     """The emitted Python of a plan."""
     options = options or Options(precision=plan.precision)  # type: ignore[arg-type]
-    return emit_captured(capture(model, example_inputs, options=options), plan).text
+    captured = capture(model, example_inputs, options=options)
+    if records.is_staged(plan):
+        _check_model(captured, plan)
+        return staging.staged(captured, plan).source.text
+    return emit_captured(captured, plan).text
 
 
 @without_frames
@@ -608,6 +618,13 @@ def verify(
     captured = captured or capture(model, example_inputs, options=options)
     if plan is None:
         plan = plan_captured(captured, cluster or local_cluster(ranks), options=options)
+    if records.is_staged(plan):
+        if bisect or code is not None:
+            raise UserError("a plan with stages or micro-batches: verify compares it whole, without bisect or code")
+        _check_model(captured, plan)
+        made = staging.staged(captured, plan)
+        found = staging.train_staged(made, model, lambda m: _called(m, example_inputs), steps, timeout_s=600.0)
+        return _report(*_expected(captured, plan, model, example_inputs, steps), found, plan)
     source = emit_captured(captured, plan)
     if code is not None:
         source = edited(source, code)
@@ -637,12 +654,9 @@ def verify_source(
             lambda name, piece: rt.convert(piece, layouts[name], whole, shapes[name]), steps, module.full_state_dict,
         )  # fmt: skip
 
-    drawing = any(is_random(n.op) for g in captured.graphs for n in g.nodes)
-    one = _on_one_device(captured, plan, model) if drawing else model
-    expected = reference(one, lambda m: _called(m, example_inputs), steps)
     found = run_threads(mesh_of(plan), rank, timeout_s=timeout_s)
-    report = compare(expected, found, {name: p.layout for name, p in plan.parameters.items()})
-    report = replace(report, note=DRAWN_ALIKE if drawing else "")
+    drawing, expected = _expected(captured, plan, model, example_inputs, steps)
+    report = _report(drawing, expected, found, plan)
     if not bisect:
         return report
     bisection = bisect_source(captured, plan, source, model, example_inputs, timeout_s=timeout_s)
@@ -654,6 +668,21 @@ def verify_source(
             elsewhere = "the captured graph does not compute what the model computes: that is a bug in the capture"
         bisection = replace(bisection, elsewhere=elsewhere)
     return replace(report, bisection=bisection)
+
+
+def _expected(
+    captured: CapturedGraph, plan: records.Plan, model: nn.Module,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...], steps: int,
+) -> tuple[bool, Trained]:  # fmt: skip
+    """(whether the model draws random numbers, what one device's steps leave)."""
+    drawing = any(is_random(n.op) for g in captured.graphs for n in g.nodes)
+    one = _on_one_device(captured, plan, model) if drawing else model
+    return drawing, reference(one, lambda m: _called(m, example_inputs), steps)
+
+
+def _report(drawing: bool, expected: Trained, found: list[Trained], plan: records.Plan) -> VerifyReport:
+    report = compare(expected, found, {name: p.layout for name, p in plan.parameters.items()})
+    return replace(report, note=DRAWN_ALIKE if drawing else "")
 
 
 def _on_one_device(captured: CapturedGraph, plan: records.Plan, model: nn.Module) -> ParallelModule:

@@ -33,7 +33,6 @@ from autopar.ir.stages import Assignment, StageEvaluation, StageProblem, even_sp
 from autopar.ir.strategy import Note
 
 TIMES = (Amount.FORWARD, Amount.BACKWARD, Amount.ONCE)
-NOT_RUN = "this version finds and prices plans with stages or micro-batches, and does not run them"
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def staged_plan(
         for name, found in parameters_of(captured, priced, picks, options).items()
     }
     found = whole_plan(
-        captured, priced, cluster, options, (*notes, Note("run", "", NOT_RUN)), _said(cut, prices),
+        captured, priced, cluster, options, notes, _said(cut, prices),
         schedule=PlanSchedule(name=_schedule(problem), micro_batches=problem.micro_batches, chunks=problem.chunks),
         stages=[_stage(cut, s) for s in range(len(problem.stages))], parameters=parameters,
         predicted=_predicted(cut, cluster, options, model_flops), solver=solver,

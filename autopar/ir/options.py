@@ -38,7 +38,7 @@ class Options:
         allow: "recompute": forward tensors may be made again in the backward instead of kept, where memory binds; ()
             forbids that and keeps all.
         stages: search pipeline stages and micro-batches too. So do a pin of `pp`, degrees of "pipeline" above 1, and
-            `micro_batches`. This version finds and prices such plans, and does not run them.
+            `micro_batches`.
         micro_batches: of a step, on every rank; None lets the search choose where it searches stages.
         seed: of the compiled module's random ops, the same on every rank; torch.manual_seed doesn't reach them
             (docs/randomness.md).

@@ -221,7 +221,7 @@ def device_hours(devices: int, tokens_per_s: float) -> float:
 
 def refuse_stages(plan: Plan, does: str) -> None:
     """PlanError for a plan with pipeline stages or micro-batches. `does`: what this version can't do with one."""
-    if plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1:
+    if is_staged(plan):
         raise PlanError(
             f"the plan for {plan.model.name} has {plan.mesh.pipeline} stages and {plan.schedule.micro_batches} "
             f"micro-batches: this version {does} plans of one stage and one micro-batch; search without stages"
@@ -231,6 +231,21 @@ def refuse_stages(plan: Plan, does: str) -> None:
 def mesh_of(plan: Plan) -> Mesh:
     """The mesh that a plan names."""
     return Mesh(axes=tuple(Axis(name=n, size=s, level=plan.mesh.levels.get(n, 0)) for n, s in plan.mesh.axes.items()))
+
+
+STAGE = "pp"
+"""The axis of pipeline stages in the mesh of all ranks."""
+
+
+def is_staged(plan: Plan) -> bool:
+    """True of a plan with pipeline stages or micro-batches."""
+    return plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1
+
+
+def all_ranks(plan: Plan) -> Mesh:
+    """The mesh of all ranks: of a plan with stages, those of a stage follow one another."""
+    mesh = mesh_of(plan)
+    return Mesh(axes=(Axis(name=STAGE, size=plan.mesh.pipeline), *mesh.axes)) if is_staged(plan) else mesh
 
 
 def options_of(plan: Plan) -> Options:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Source
+from autopar.ir.staged import StagedSource
 from autopar.runtime.comm import Communicator
 from autopar.runtime.torch_private import default_store
 
@@ -35,7 +36,7 @@ _rounds = count()
 Parts = Mapping[str, str]
 
 
-def parts_of(plan: Plan, source: Source) -> dict[str, str]:
+def parts_of(plan: Plan, source: Source | StagedSource) -> dict[str, str]:
     """What ranks must have in common: texts by name. What a plan says of its own making may differ."""
     decided = {
         name: getattr(plan, name)

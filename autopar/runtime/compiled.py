@@ -26,6 +26,9 @@ class Held(Protocol):
     seed: int
     step: int
 
+    def root(self, module: nn.Module) -> None:
+        """The module is this one now."""
+
 
 class CompiledModule(nn.Module):
     """A model compiled for one rank. `_autopar` holds all but its parameters, so that no submodule's name is taken."""
@@ -106,3 +109,9 @@ class CompiledModule(nn.Module):
             "a compiled module cannot be pickled (it holds this rank's process groups): save module.state_dict(), or "
             "module.full_state_dict() for the plain model, and compile again"
         )
+
+    def become(self, other: nn.Module) -> None:
+        """Make `other` this module: the same object to whoever holds it. This one is not to be used any more."""
+        other.__dict__ = self.__dict__
+        other.__class__ = type(self)
+        self._autopar.root(other)

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from autopar.errors import InputError
+from autopar.runtime.compiled import CompiledModule
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.staged import StagedModule
 
-Build = Callable[[tuple[Any, ...], dict[str, Any]], ParallelModule]
+Build = Callable[[tuple[Any, ...], dict[str, Any]], CompiledModule]
 
 
 class TooEarlyError(InputError, AttributeError):
@@ -51,6 +53,6 @@ class DeferredModule(nn.Module):
     state_dict = load_state_dict = _apply = __deepcopy__ = __reduce_ex__ = _early  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
-        if hasattr(ParallelModule, name):
+        if hasattr(ParallelModule, name) or hasattr(StagedModule, name):
             self._early()
         return super().__getattr__(name)

@@ -210,13 +210,6 @@ class ParallelModule(CompiledModule):
         new._autopar = self._autopar.copied(new)
         return new
 
-    def become(self, other: nn.Module) -> None:
-        """Make `other` this module: the same object to whoever holds it. This one is not to be used any more."""
-        state = self._autopar
-        other.__dict__ = self.__dict__
-        other.__class__ = ParallelModule
-        state.weights.root = state.modules[""] = other
-
 
 class _State:
     """What a ParallelModule knows besides its parameters, under one attribute so that no submodule's name is taken.
@@ -256,6 +249,10 @@ class _State:
         new.programs = OrderedDict(self.programs)
         new.measuring, new.tells = None, False
         return new
+
+    def root(self, module: nn.Module) -> None:
+        """The module is this one now."""
+        self.weights.root = self.modules[""] = module
 
     def begin_measured(self, program: _Program) -> None:
         """A call starts while steps are measured; once they all are, the report is printed if the environment asks."""

@@ -11,22 +11,16 @@ from torch import Tensor
 
 from autopar.ir.graph import Phase
 from autopar.ir.layout import Kind, Layout, local_piece, parse_layout
-from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import STAGE
 from autopar.ir.schedule import Action, ActionKind
 from autopar.ir.schedules import build_schedule
 from autopar.ir.staged import JOINED, MICRO, RECEIVED, Joined, Passed, Piece, StagedProgram, StagedSource
 from autopar.runtime.comm import Communicator, View
 from autopar.runtime.loaded import Executable
 
-STAGE = "pp"
-"""The axis of stages in the mesh of all ranks."""
 SCHEDULES = {"none": "none", "accumulate": "none"}
 """Schedules of a plan that are others by another name."""
-
-
-def all_ranks(mesh: Mesh, stages: int) -> Mesh:
-    """The mesh of all ranks: those of a stage follow one another."""
-    return Mesh(axes=(Axis(name=STAGE, size=stages), *mesh.axes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from autopar.errors import InputError, UserError
 from autopar.ir.graph import CapturedGraph, OutputKind, TensorMeta
 from autopar.ir.layout import Layout, parse_layout
-from autopar.ir.plan import Plan
+from autopar.ir.plan import STAGE, Plan
 from autopar.ir.staged import StagedProgram, StagedSource
 from autopar.runtime.calls import Wanted, autocast_now, captured_leaves, leaves_of, modes_of, unfrozen
 from autopar.runtime.comm import Communicator
 from autopar.runtime.compiled import CompiledModule
 from autopar.runtime.parameters import Weights, storage_layouts, unwrap, wrap
-from autopar.runtime.pipeline import STAGE, Pipeline, Result, Step
+from autopar.runtime.pipeline import Pipeline, Result, Step
 
 
 @dataclass
@@ -39,6 +39,11 @@ class _State:
     modules: tuple[nn.Module, ...] = ()
     seed: int = 0
     step: int = 0
+
+    def root(self, module: nn.Module) -> None:
+        """The module is this one now."""
+        self.weights.root = module
+        self.modules = tuple(module.modules())
 
 
 class StagedModule(CompiledModule):
@@ -131,7 +136,7 @@ class StagedModule(CompiledModule):
 
 
 def _held(captured: CapturedGraph, plan: Plan, pipeline: Pipeline) -> set[str]:
-    """Parameters of this stage: those that its parts read, and of those that none reads, those that the plan puts here."""
+    """Parameters of this stage: those that its parts read; of those that none reads, those that the plan puts here."""
     read = {name for part in pipeline.program.parts for name in part.main.parameters}
     mine = {name for part in pipeline.parts for name in part.main.parameters}
     return mine | {p.name for p in captured.parameters
