@@ -30,6 +30,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.load import Load
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import RECOMPUTE, Options
+from autopar.ir.places import joinable_values
 from autopar.ir.problem import INFINITY, Consumer, Problem, ProblemNode, ProblemValue
 from autopar.ir.strategy import Strategy, StrategyTable
 
@@ -158,7 +159,17 @@ def context_of(
         captured, table, prices, options, metas, {}, mesh or table.mesh, lasting,
         lasting_wires(wiring, lasting) | frozenset(gradient_wires(wiring) if load else ()),
         once_prices or prices, frozenset(i for i, w in enumerate(wiring.wires) if stays(wiring, w)),
+        _alone(captured, wiring) if load is not None and load.micro_batches > 1 else frozenset(),
     )  # fmt: skip
+
+
+def _alone(captured: CapturedGraph, wiring: Wiring) -> frozenset[int]:
+    """Wires of what micro-batches make one after the other."""
+    free = joinable_values(captured.top)
+    top = captured.top.name
+    return frozenset(
+        i for i, w in enumerate(wiring.wires) if not all(graph == top and name in free for graph, name in w.names)
+    )
 
 
 def _when(index: int, wire: Wire, context: Context) -> When:

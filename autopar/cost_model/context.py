@@ -8,9 +8,10 @@ from typing import Protocol
 
 from autopar.cost_model.wiring import Slot, Wire
 from autopar.ir.graph import CapturedGraph, Node, TensorMeta
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.layout import Kind, Layout, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
+from autopar.ir.problem import INFINITY
 from autopar.ir.strategy import Strategy, StrategyTable
 
 Choices = tuple[tuple[Strategy, ...] | tuple[Layout, ...], ...]
@@ -54,6 +55,7 @@ class Context:
         lasting, lasting_wires: what is made once a step (`cost_model.lasting`), gradients' own wires with it.
         once_prices: on the devices' mesh, for what micro-batches don't cut.
         stays: wires whose tensors are there throughout.
+        alone: wires of what each micro-batch makes by itself: no others are there to join it with.
     """
 
     captured: CapturedGraph
@@ -67,10 +69,13 @@ class Context:
     lasting_wires: frozenset[int]
     once_prices: Prices
     stays: frozenset[int]
+    alone: frozenset[int] = frozenset()
 
     def convert_us(self, index: int, wire: Wire, before: Layout, after: Layout, *, once: bool) -> float:
         """A conversion of all instances. What micro-batches don't cut is priced on the devices' own mesh."""
         lasts = index in self.lasting_wires or once
+        if not lasts and index in self.alone and _joins(before, after):
+            return INFINITY
         prices = self.once_prices if lasts else self.prices
         return prices.reshard_us(wire.meta, before, after, index in self.stays) * wire.count
 
@@ -87,6 +92,14 @@ class Context:
     def stored(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
         """Local meta of a parameter: micro-batches don't cut it."""
         return TensorMeta(local_shape(meta.shape, layout, self.mesh, meta.units), meta.dtype)
+
+
+def _joins(before: Layout, after: Layout) -> bool:
+    """True if ranks along `dp`, and so micro-batches, give each other what they made."""
+    if "dp" not in before.axes:
+        return False
+    at = before.on("dp")
+    return at.kind is not Kind.REPLICATE and at != after.on("dp")
 
 
 def trainable(slot: Slot, context: Context) -> bool:

@@ -16,10 +16,11 @@ from autopar.cost_model.ends import FIRST, LAST
 from autopar.cost_model.later import Mode
 from autopar.cost_model.wiring import SlotKind
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.graph import CapturedGraph
+from autopar.ir.graph import CapturedGraph, InputKind
 from autopar.ir.layout import Kind
 from autopar.ir.options import Options
 from autopar.ir.parts import Amount, Choice, PartedProblem, Sums, WholeSolution
+from autopar.ir.places import place_nodes
 from autopar.ir.plan import (
     Plan,
     PlanParameter,
@@ -125,7 +126,7 @@ def staged_plan(
     """The plan of a solved trial. `model_flops`: of a step, nothing recomputed."""
     captured, priced, problem = cut.captured, cut.priced, cut.problem
     main = cut.choices[max(cut.uses, key=lambda use: (cut.uses[use], -use[1]))[1]]
-    stage_of = _stage_of_blocks(cut)
+    stage_of = _stage_of_parameters(cut)
     picks = tuple(options_[i] for options_, i in zip(priced.options, main, strict=False))
     parameters = {
         name: _on_stage(found, name, stage_of, cut, main)
@@ -197,31 +198,22 @@ def _modes(cut: Cut, part: str, choice: Choice) -> Counter[Mode]:
     return found
 
 
-def _stage_of_blocks(cut: Cut) -> dict[str, int]:
-    """Module path of an instance -> its stage."""
-    problem, stages = cut.problem, len(cut.problem.stages)
+def _stage_of_parameters(cut: Cut) -> dict[str, int]:
+    """Name of a parameter -> the first stage that reads it."""
+    problem, stages, top = cut.problem, len(cut.problem.stages), cut.captured.top
     cuts = cut.assignment.cuts if problem.chunks == 1 else even_split(problem)
     assert cuts is not None
-    calls = [n.block for n in cut.captured.top.nodes if n.op == "autopar.block" and n.block is not None]
-    at = {b.key: iter(b.instances) for b in cut.captured.blocks}
-    ordered = [next(at[c.key]) for c in calls]
-    found, place = {}, 0
-    for part, held in enumerate(cuts):
-        blocks = sum(n for run, n in zip(problem.runs, held, strict=True) if run.name not in (FIRST, LAST))
-        for path in ordered[place : place + blocks]:
-            found[path] = part % stages
-        place += blocks
-    return found
+    ends = (FIRST, LAST)
+    counts = [sum(n for run, n in zip(problem.runs, held, strict=True) if run.name not in ends) for held in cuts]
+    names = {i.value.name: i.target for i in top.inputs if i.kind is InputKind.PARAMETER}
+    return {names[value]: min(parts) % stages for value, parts in place_nodes(top, counts).readers.items()}
 
 
 def _on_stage(found: PlanParameter, name: str, stage_of: dict[str, int], cut: Cut, choice: Choice) -> PlanParameter:
     """Its stage, and its layout in words: what stays whole between micro-batches is ZeRO-1 or 2."""
     priced = cut.priced
     slot = priced.wiring.storage_of.get(name)
-    stage = next((s for path, s in stage_of.items() if name.startswith(f"{path}.")), None)
-    if stage is None:
-        homes = cut.homes[slot] if slot is not None else (LAST,)
-        stage = 0 if FIRST in homes else len(cut.problem.stages) - 1
+    stage = stage_of.get(name, len(cut.problem.stages) - 1)
     role = found.role
     if slot is not None and "ZeRO-3" in role:
         whole = {

@@ -129,10 +129,15 @@ class StagedModule(CompiledModule):
         for key in state.weights.keys:
             info = metas.get(key)
             if info is not None and info.name not in whole:
-                home = state.plan.parameters[info.name].stage
-                held = mine[key] if home == state.pipeline.stage else None
+                held = mine[key] if self._home(info.name) == state.pipeline.stage else None
                 whole[info.name] = _shared(state.pipeline, held, info.meta)
         return {key: whole[metas[key].name] if key in metas else mine[key] for key in state.weights.keys}
+
+    def _home(self, name: str) -> int:
+        """The stage whose value of a parameter is the one that counts: the first part's that reads it."""
+        state = self._autopar
+        parts = (p.index for p in state.pipeline.program.parts if name in p.main.parameters)
+        return next(map(state.pipeline.home, parts), state.plan.parameters[name].stage)
 
 
 def _held(captured: CapturedGraph, plan: Plan, pipeline: Pipeline) -> set[str]:

@@ -208,7 +208,7 @@ def _compared(expected: Trained, mine: Trained, layouts: Mapping[str, str]) -> l
             if found is None or found.shape != tensor.shape:
                 rows.append(Row(label, layout, float("inf"), loose))
             else:
-                zero = _largest_alike(name, wanted) if kind else 0.0
+                zero = _largest_alike(name, wanted) if kind else _scale(expected) * LEARNING_RATE / EPS
                 rows.append(_row(label, layout, tensor, found, zero))
     return rows
 
@@ -226,8 +226,9 @@ def _largest_alike(name: str, moments: Tensors) -> float:
 
 
 def _row(name: str, layout: str, a: Tensor, b: Tensor, zero: float = 0.0) -> Row:
-    """`zero`: the largest entry of all tensors of this kind. One whose entries are all below the rounding noise of it
-    is zero in exact arithmetic (the bias of keys, a bias before batch norm) and has no scale of its own."""
+    """`zero`: the largest entry of all tensors of this kind; of a parameter, what an update makes of a gradient's. One
+    whose entries are all below the rounding noise of it is zero in exact arithmetic (the bias of keys, a bias before
+    batch norm) and has no scale of its own."""
     if a.numel() == 0 or not (a.is_floating_point() or a.is_complex()):
         return Row(name, layout, 0.0 if bool(torch.equal(a, b)) else float("inf"), 0.0)
     tolerance = TOLERANCE.get(a.dtype, 1e-5)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.codegen.stages.live import Joins, Live, find_live
-from autopar.codegen.stages.places import Places, place_nodes
 from autopar.errors import PlanError
 from autopar.ir.graph import (
     REGION,
@@ -25,6 +24,7 @@ from autopar.ir.graph import (
     Ref,
     Value,
 )
+from autopar.ir.places import Places, place_nodes
 from autopar.ir.staged import JOINED, RECEIVED, Passed
 
 

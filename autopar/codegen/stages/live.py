@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from autopar.codegen.stages.places import Places
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node, OutputKind, Phase
+from autopar.ir.places import Places
 
 Joins = Callable[[Node, int], bool]
 """(reader, position among its refs) -> True if the reader asks for more than its micro-batch's own piece."""
@@ -143,11 +143,18 @@ class _Finder:
         self.visit_main(value)
 
     def late(self, value: str) -> bool:
-        """True if a value of the forward depends on a join."""
+        """True if a value of the forward depends on a join of what stages compute."""
         node = self.places.maker.get(value)
         if node is None:
             return False
         if node.name not in self._late:
             self._late[node.name] = False
-            self._late[node.name] = any(self.joins(node, p) or self.late(r) for p, r in enumerate(node.refs))
+            self._late[node.name] = any(
+                self.late(r) or (self.joins(node, p) and not self._floats(r)) for p, r in enumerate(node.refs)
+            )
         return self._late[node.name]
+
+    def _floats(self, value: str) -> bool:
+        """True of an input, and of what can be made, and joined, before all stages."""
+        node = self.places.maker.get(value)
+        return node is None or node.name in self.places.floating
