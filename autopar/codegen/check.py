@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import CompilerError
 from autopar.ir.graph import Phase, Ref
-from autopar.ir.layout import Kind, Layout, R, fits, local_shape
+from autopar.ir.layout import fits, local_shape
 from autopar.ir.plan import Plan
 from autopar.ir.program import CallBlock, Compute, Convert, Free, Function, Keep, Local, Program, Step
 
@@ -76,19 +76,9 @@ class _Walk:
             if out is not None:
                 self._read(out, "the end")
         for stored, gradient in zip(fn.parameters, fn.gradients, strict=fn.phase is Phase.BACKWARD):
-            if gradient is not None and (self._summed(gradient), gradient.meta.shape) != (
-                stored.layout,
-                stored.meta.shape,
-            ):
+            sides = (gradient.layout, gradient.meta.shape) if gradient is not None else None
+            if sides is not None and not self.program.sums and sides != (stored.layout, stored.meta.shape):
                 self._fail(f"gradient {gradient} of parameter {stored} is not as stored")
-
-    def _summed(self, gradient: Local) -> Layout:
-        """The layout once the summands are added."""
-        layout = gradient.layout
-        for axis in self.program.summed:
-            if layout.on(axis).kind is Kind.PARTIAL:
-                layout = layout.replace(axis, R)
-        return layout
 
     def _same(self, made: tuple[Local, ...], read: tuple[Local, ...]) -> None:
         if made != read:

@@ -100,6 +100,7 @@ class Written:
     outputs: dict[str, dict[str, str]]
     conversions: list[PlanReshard]
     later: dict[str, dict[str, str]]
+    held: dict[str, dict[str, str]]
 
 
 def written(captured: CapturedGraph, priced: Priced, choice: tuple[int, ...], prices: Prices) -> Written:
@@ -108,6 +109,7 @@ def written(captured: CapturedGraph, priced: Priced, choice: tuple[int, ...], pr
     return Written(
         strategies=strategies, inputs=inputs, outputs=outputs,
         conversions=_conversions(captured, priced, choice, prices), later=_later(captured, priced, choice),
+        held=_held(captured, priced, choice),
     )  # fmt: skip
 
 
@@ -140,6 +142,7 @@ def whole_plan(
         outputs=said.outputs,
         conversions=said.conversions,
         later=said.later,
+        held=said.held,
         pins={k: str(v) for k, v in options.pins.items()},
         precision=options.precision,
         request=PlanRequest(inputs=inputs_of(captured), options=asked_options(options)),
@@ -293,6 +296,16 @@ def _later(captured: CapturedGraph, priced: Priced, choice: tuple[int, ...]) -> 
             continue
         for graph, name in priced.wiring.wires[chosen.wire].names:
             found.setdefault(graph, {})[keys[graph][name]] = AGAIN if pick.mode is Mode.AGAIN else str(pick.layout)
+    return found
+
+
+def _held(captured: CapturedGraph, priced: Priced, choice: tuple[int, ...]) -> dict[str, dict[str, str]]:
+    """`Plan.held`: the layouts of what stays for all micro-batches."""
+    found: dict[str, dict[str, str]] = {}
+    keys = {g.name: tensor_keys(g) for g in captured.graphs}
+    for held in priced.held:
+        for graph, name in priced.wiring.wires[held.wire].names:
+            found.setdefault(graph, {})[keys[graph][name]] = str(held.choices[choice[held.node]].layout)
     return found
 
 

@@ -101,11 +101,13 @@ def lasting_slots(wiring: Wiring) -> frozenset[int]:
 
 
 def gradient_wires(wiring: Wiring) -> tuple[int, ...]:
-    """Wires that only the optimizer reads."""
+    """Wires that only the optimizer reads. What a block hands on of its gradients is the same tensor once more."""
     return tuple(
         i
         for i, w in enumerate(wiring.wires)
-        if w.phase is Phase.BACKWARD and all(wiring.slots[r.slot].kind is SlotKind.STORAGE for r in w.readers)
+        if w.phase is Phase.BACKWARD
+        and wiring.slots[w.producer].kind is not SlotKind.STORAGE
+        and all(wiring.slots[r.slot].kind is SlotKind.STORAGE for r in w.readers)
     )
 
 

@@ -151,7 +151,7 @@ def _schedule(problem: StageProblem) -> str:
 def _said(cut: Cut, prices: Prices) -> Written:
     """Layouts of every way to run each graph. Conversions are those of the instances that run so."""
     whole = {k: written(cut.captured, cut.priced, cut.choices[k], prices) for k in cut.sums}
-    said = Written(strategies={}, inputs={}, outputs={}, conversions=[], later={})
+    said = Written(strategies={}, inputs={}, outputs={}, conversions=[], later={}, held={})
     for (part, k), name in cut.names.items():
         graph, own = cut.graph(part), whole[k]
         if name in said.strategies:
@@ -161,6 +161,8 @@ def _said(cut: Cut, prices: Prices) -> Written:
         said.outputs[name] = own.outputs[graph]
         if graph in own.later:
             said.later[name] = own.later[graph]
+        if graph in own.held:
+            said.held[name] = own.held[graph]
         said.conversions.extend(
             msgspec.structs.replace(c, graph=name, count=c.count // cut.instances(part) * cut.uses[part, k])
             for c in own.conversions

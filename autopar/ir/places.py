@@ -108,7 +108,35 @@ def joinable_values(top: Graph) -> frozenset[str]:
                 todo.append(made)
     read = {r for n in top.nodes if n.name in needed for r in n.refs}
     late = {o.name for n in top.nodes if n.phase is Phase.FORWARD for o in n.outputs if o is not None} - read
-    return plain | frozenset(late)
+    return plain | frozenset(late) | _into_tails(top)
+
+
+def tail_nodes(top: Graph) -> frozenset[str]:
+    """Nodes of the backward that only gradients of parameters need, and that read nothing of the forward but what
+    floats: they can run on the sums of all micro-batches."""
+    floating, plain = floating_nodes(top)
+    parameters = {i.value.name for i in top.inputs if i.kind is InputKind.PARAMETER}
+    free = plain | parameters | {o.name for n in top.nodes if n.name in floating for o in n.outputs if o is not None}
+    backward = {o.name for n in top.nodes if n.phase is Phase.BACKWARD for o in n.outputs if o is not None}
+    elsewhere: set[str] = set()  # what others than tails read
+    found: set[str] = set()
+    for node in reversed(top.nodes):
+        if node.phase is not Phase.BACKWARD or node.name in floating:
+            continue
+        own = all(r in free or r in backward for r in node.refs)
+        if node.block is None and own and not any(o is not None and o.name in elsewhere for o in node.outputs):
+            found.add(node.name)
+        else:
+            elsewhere.update(node.refs)
+    return frozenset(found)
+
+
+def _into_tails(top: Graph) -> frozenset[str]:
+    """Values of the backward that only tails read."""
+    tails = tail_nodes(top)
+    made = {o.name for n in top.nodes if n.phase is Phase.BACKWARD for o in n.outputs if o is not None}
+    read = {r for n in top.nodes if n.name in tails for r in n.refs}
+    return frozenset((made & read) - {r for n in top.nodes if n.name not in tails for r in n.refs})
 
 
 @dataclass

@@ -170,7 +170,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     position -> layout. `conversions` are those paid for by the objective. `later`: graph name -> tensor that the
     backward asks for (`ir.graph.tensor_keys`) -> the layout that it is kept in, or `AGAIN`; of a graph that it doesn't
     name, all that the backward reads is kept as the forward made it. `ends`: of a plan with stages, "first" and "last"
-    -> by which of its ways the top graph's nodes before the blocks, and the others, run.
+    -> by which of its ways the top graph's nodes before the blocks, and the others, run. `held`: of such a plan, graph
+    name -> tensor that stays for all micro-batches (a weight as ops read it, the sum of a gradient) -> its layout.
     """
 
     format: str = FORMAT
@@ -190,6 +191,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     conversions: list[PlanReshard]
     later: dict[str, dict[str, str]] = {}
     ends: dict[str, str] = {}
+    held: dict[str, dict[str, str]] = {}
     pins: dict[str, str] = {}
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     request: PlanRequest | None = None

@@ -204,7 +204,7 @@ class Program:
             top functions take or give them. `updates`: names of the buffers that the forward gives new values of;
             `differentiated`: inputs whose gradients the backward gives, whole, after those of the parameters.
         metas: graph name -> value name -> global meta.
-        summed: axes over which gradients leave as summands.
+        sums: gradients leave as their sums over micro-batches stay, not as parameters are stored.
     """
 
     model_name: str
@@ -222,7 +222,7 @@ class Program:
     updates: tuple[str, ...]
     differentiated: tuple[str, ...] = ()
     metas: Mapping[str, Mapping[str, TensorMeta]]
-    summed: tuple[str, ...] = ()
+    sums: bool = False
 
     def function(self, graph: str, phase: Phase) -> Function:
         """The function of one graph and phase."""

@@ -50,19 +50,39 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsProgram:
+    """What makes weights as ops read them, once a step, of those that are stored.
+
+    Attributes:
+        calls: by instance of the block ("" of the top) the names of its parameters, in the program's order, and those
+            by which the part's program knows what is made.
+    """
+
+    program: Program
+    calls: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartProgram:
     """One part of the model.
 
     Attributes:
         first: run for every micro-batch before any of the rest, for its outputs, which are joined; None: nothing is.
-        main: forward and backward of one micro-batch.
-        sends, receives: by phase, what `main` gives to other parts and takes of them, in the order in which it does.
+        weights: run once before all, by name of graph.
+        main: forward and backward of one micro-batch. Its parameters are weights as `held` has them, on the devices'
+            own mesh; its gradients leave in the layouts of `sums`, and its backward gives `summed` behind those.
+        after: run once at the end, on the sums of `summed`: gradients by name of parameter; None: nothing is left.
     """
 
     index: int
     first: Program | None
     joined: tuple[Joined, ...]
+    weights: Mapping[str, WeightsProgram]
     main: Program
+    held: Mapping[str, Layout]
+    sums: Mapping[str, Layout]
+    summed: tuple[Piece, ...]
+    after: Program | None
 
     def __str__(self) -> str:
         return f"part {self.index}\n{self.main}"
@@ -106,7 +126,9 @@ class StagedSource:
     """The emitted Python of all parts: one module each."""
 
     first: Mapping[int, Source]
+    weights: tuple[Mapping[str, Source], ...]
     main: tuple[Source, ...]
+    after: Mapping[int, Source]
     last: Source
 
     @property
@@ -116,5 +138,8 @@ class StagedSource:
         for k, main in enumerate(self.main):
             if k in self.first:
                 found.append(f"# Part {k}, before the micro-batches\n{self.first[k].text}")
+            found += [f"# Part {k}, weights once a step: {name}\n{s.text}" for name, s in self.weights[k].items()]
             found.append(f"# Part {k}\n{main.text}")
+            if k in self.after:
+                found.append(f"# Part {k}, after the micro-batches\n{self.after[k].text}")
         return "\n\n".join([*found, f"# At the end, on the last stage\n{self.last.text}"])

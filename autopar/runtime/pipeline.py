@@ -15,10 +15,12 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import STAGE
 from autopar.ir.schedule import Action, ActionKind
 from autopar.ir.schedules import build_schedule
-from autopar.ir.staged import JOINED, MICRO, RECEIVED, Joined, Passed, Piece, StagedProgram, StagedSource
+from autopar.ir.staged import JOINED, MICRO, RECEIVED, PartProgram, Passed, Piece, StagedProgram, StagedSource
 from autopar.runtime.comm import Communicator, View
 from autopar.runtime.loaded import Executable
 
+SUMMED = "summed "
+"""What the name of a sum that gradients are made of begins with."""
 SCHEDULES = {"none": "none", "accumulate": "none"}
 """Schedules of a plan that are others by another name."""
 
@@ -29,10 +31,10 @@ class Part:
 
     index: int
     first: Executable | None
-    joined: tuple[Joined, ...]
+    program: PartProgram
+    weights: Mapping[str, Executable]
     main: Executable
-    summed: tuple[bool, ...]
-    """Of each parameter, whether micro-batches make summands of its gradient (or all the same)."""
+    after: Executable | None
 
 
 @dataclass(slots=True)
@@ -49,10 +51,16 @@ class Pipeline:
 
     Attributes:
         everyone: all ranks; `rt`: those of this stage; `micro`: the same, in one micro-batch.
+        stored: of each parameter its shape, and how it is stored; `names`: its name, by its value in the graph.
     """
 
-    def __init__(self, program: StagedProgram, source: StagedSource, everyone: Communicator) -> None:
+    def __init__(
+        self, program: StagedProgram, source: StagedSource, everyone: Communicator,
+        stored: Mapping[str, tuple[tuple[int, ...], Layout]], names: Mapping[str, str],
+    ) -> None:  # fmt: skip
         self.program = program
+        self.stored = stored
+        self.names = names
         self.everyone = everyone
         self.stage = everyone.index(STAGE)
         self.rt = View(everyone, program.mesh)
@@ -74,17 +82,13 @@ class Pipeline:
     def _part(self, index: int, source: StagedSource) -> Part:
         part = self.program.parts[index]
         name = f"{self.program.model_name} part {index}"
-        top = part.main.functions[-1]
-        assert top.phase is Phase.BACKWARD
         return Part(
             index=index,
             first=Executable(source.first[index], name) if part.first is not None else None,
-            joined=part.joined,
+            program=part,
+            weights={key: Executable(text, f"{name} weights") for key, text in source.weights[index].items()},
             main=Executable(source.main[index], name),
-            summed=tuple(
-                g is None or MICRO not in g.layout.axes or g.layout.on(MICRO).kind is Kind.PARTIAL
-                for g in top.gradients
-            ),
+            after=Executable(source.after[index], name) if part.after is not None else None,
         )
 
     def begin(self, seed: int, step: int) -> None:
@@ -116,6 +120,7 @@ class Step:
     buffers: Mapping[str, Tensor]
     constants: Mapping[str, Tensor]
     tangents: Mapping[str, Tensor] | None
+    held: dict[int, list[Tensor]] = field(default_factory=dict)
     joined: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     local: dict[tuple[int, str, int], Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
@@ -130,6 +135,7 @@ class Step:
         self.collected = [[] for _ in pipeline.program.collected]
         for part in pipeline.parts:
             self._join(part)
+            self.held[part.index] = self._weights(part)
         for action in pipeline.order:
             if action.kind is ActionKind.FORWARD:
                 self._forward(action)
@@ -146,7 +152,7 @@ class Step:
         """What micro-batches make together, before any of the rest."""
         if part.first is None:
             return
-        made: list[list[Tensor]] = [[] for _ in part.joined]
+        made: list[list[Tensor]] = [[] for _ in part.program.joined]
         for j in range(self.pipeline.program.micro_batches):
             self._at(j)
             outputs, _, _ = part.first.forward(
@@ -155,7 +161,7 @@ class Step:
             )  # fmt: skip
             for row, out in zip(made, outputs, strict=True):
                 row.append(out)
-        for row, joined in zip(made, part.joined, strict=True):
+        for row, joined in zip(made, part.program.joined, strict=True):
             rt = self.pipeline.rt
             layout = _of_devices(joined.piece.layout, rt.mesh)
             whole = _together(row, joined.piece)
@@ -163,6 +169,25 @@ class Step:
             self.joined[part.index, joined.piece.value] = rt.convert(
                 whole, layout, joined.wanted, meta.shape, meta.units
             )
+
+    def _weights(self, part: Part) -> list[Tensor]:
+        """Weights as a part's ops read them, for the whole step."""
+        rt, program = self.pipeline.rt, part.program
+        made: dict[str, Tensor] = {}
+        for name, weights in program.weights.items():
+            executable = part.weights[name]
+            for parameters, targets in weights.calls.values():
+                found, _, _ = executable.forward(rt, [self.parameters[p] for p in parameters], [], [], [])
+                made.update(zip(targets, found, strict=True))
+        held = []
+        for name in part.main.parameters:
+            if name in made:
+                held.append(made[name])
+            else:
+                stored = self.parameters[name]
+                shape, before = self.pipeline.stored[name]
+                held.append(rt.convert(stored, before, program.held[name], shape))
+        return held
 
     def _outputs(self) -> list[Tensor]:
         """The model's outputs, of what the last part's micro-batches gave."""
@@ -182,16 +207,40 @@ class Step:
         return outputs
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Sums of all micro-batches, and of all parts that read a parameter."""
+        """Sums of all micro-batches, and of all parts that read a parameter, as they are stored."""
         found: dict[str, Tensor] = {}
-        shared = self.pipeline.program.shared
+        rt, shared = self.pipeline.rt, self.pipeline.program.shared
+        for part in self.pipeline.parts:
+            for name, layout in part.program.sums.items():
+                total = self.sums.get((part.index, name))
+                if total is not None:
+                    shape, stored = self.pipeline.stored[name]
+                    before = _of_devices(layout, rt.mesh)
+                    self.sums[part.index, name] = rt.convert(total, before, stored, shape)
+            self._after(part)
         for (_, name), total in self.sums.items():
-            if name not in shared:
+            if name not in shared and not name.startswith(SUMMED):
                 found[name] = total
         for number, (name, parts) in enumerate(shared.items()):
             if any(self.pipeline.home(p) == self.pipeline.stage for p in parts):
                 found[name] = self._over_stages(name, parts, number)
         return found
+
+    def _after(self, part: Part) -> None:
+        """Gradients that are made of sums."""
+        after = part.after
+        if after is None:
+            return
+        rt = self.pipeline.rt
+        inputs = [
+            self.sums[part.index, SUMMED + name.removeprefix(RECEIVED)]
+            if name.startswith(RECEIVED)
+            else place(self.given[name], parse_layout(text, rt.mesh), rt)
+            for name, text in after.inputs.items()
+        ]
+        found, _, _ = after.forward(rt, self._parameters(after), self._buffers(after), self._constants(after), inputs)
+        for value, gradient in zip(after.outputs, found, strict=True):
+            self.sums[part.index, self.pipeline.names[value]] = gradient
 
     def _over_stages(self, name: str, parts: Sequence[int], number: int) -> Tensor:
         """The sum of the gradients of a parameter that parts on several stages hold, in the order of parts."""
@@ -227,7 +276,7 @@ class Step:
         self._at(j)
         main = part.main
         outputs, updates, saved = main.forward(
-            self.pipeline.micro, self._parameters(main), self._buffers(main), self._constants(main),
+            self.pipeline.micro, self.held[part.index], self._buffers(main), self._constants(main),
             self._inputs(main, part, j),
         )  # fmt: skip
         if self.tangents is not None:
@@ -255,16 +304,18 @@ class Step:
                 layout = parse_layout(text, self.pipeline.micro.mesh)
                 tangents.append(place(self.tangents[target], layout, self.pipeline.micro))
         found = main.backward(
-            self.pipeline.micro, self._parameters(main), self._buffers(main), self._constants(main),
+            self.pipeline.micro, self.held[part.index], self._buffers(main), self._constants(main),
             self.saved.pop((part.index, j)), tangents,
         )  # fmt: skip
         count = len(main.parameters)
-        for name, gradient, summed in zip(main.parameters, found[:count], part.summed, strict=True):
+        for name, gradient in zip(main.parameters, found[:count], strict=True):
             if gradient is not None:
-                self._add((part.index, name), gradient, summed)
+                self._add((part.index, name), gradient, _is_summand(part.program.sums[name]))
         sent = [p for p in self.pipeline.program.passed if p.source == part.index and p.phase is Phase.BACKWARD]
-        for passed, out in zip(sent, found[count:], strict=True):
+        for passed, out in zip(sent, found[count:], strict=False):
             self._pass(passed, out, j)
+        for piece, out in zip(part.program.summed, found[count + len(sent) :], strict=True):
+            self._add((part.index, SUMMED + piece.value), out, _is_summand(piece.layout))
 
     def _add(self, key: tuple[int, str], gradient: Tensor, summed: bool) -> None:
         """To the sum of a parameter's gradients; where every micro-batch makes the same, it is that."""
@@ -338,6 +389,11 @@ def place(whole: Tensor, layout: Layout, rt: Communicator) -> Tensor:
         if at.kind is Kind.SHARD:
             whole = rt.narrow(whole, axis, at.dim)
     return whole.contiguous()
+
+
+def _is_summand(layout: Layout) -> bool:
+    """True where micro-batches make summands; else all make the same."""
+    return MICRO not in layout.axes or layout.on(MICRO).kind is Kind.PARTIAL
 
 
 def _of_devices(layout: Layout, mesh: Mesh) -> Layout:

@@ -63,9 +63,13 @@ class StagedModule(CompiledModule):
         everyone: Communicator, *, seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
-        pipeline = Pipeline(program, source, everyone)
+        stored = storage_layouts({name: p.layout for name, p in plan.parameters.items()}, program.mesh)
+        pipeline = Pipeline(
+            program, source, everyone,
+            {p.name: (p.meta.shape, stored[p.name]) for p in captured.parameters if p.name in stored},
+            {i.value.name: i.target for i in captured.top.inputs},
+        )  # fmt: skip
         rt = pipeline.rt
-        stored = storage_layouts({name: p.layout for name, p in plan.parameters.items()}, rt.mesh)
         layouts = {n: stored[p.name] for p in captured.parameters for n in (p.name, *p.aliases) if p.name in stored}
         dtypes = {n: p.meta.dtype for p in captured.parameters for n in (p.name, *p.aliases)}
         dtypes |= {n: b.meta.dtype for b in captured.buffers for n in (b.name, *b.aliases)}
@@ -142,8 +146,9 @@ class StagedModule(CompiledModule):
 
 def _held(captured: CapturedGraph, plan: Plan, pipeline: Pipeline) -> set[str]:
     """Parameters of this stage: those that its parts read; of those that none reads, those that the plan puts here."""
+    metas = {p.name for p in captured.parameters}
     read = {name for part in pipeline.program.parts for name in part.main.parameters}
-    mine = {name for part in pipeline.parts for name in part.main.parameters}
+    mine = {name for part in pipeline.parts for name in part.main.parameters if name in metas}
     return mine | {p.name for p in captured.parameters
                    if p.name not in read and plan.parameters[p.name].stage == pipeline.stage}  # fmt: skip
 

@@ -27,6 +27,9 @@ from autopar.ir.graph import (
 from autopar.ir.places import Places, place_nodes
 from autopar.ir.staged import JOINED, RECEIVED, Passed
 
+SUMMED = "summed "
+"""What the target of a gradient that other ops still read, summed over micro-batches, begins with."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutGraph:
@@ -38,6 +41,8 @@ class CutGraph:
         last: runs once at the end: what the last part collects -> the outputs of the model.
         collected: the values that `last` takes, in the order of the last part's further outputs.
         shared: parameter (its value) -> parts whose summands of its gradient are added at the end of a step.
+        after: of each part, what runs at the end on sums over micro-batches, None where nothing does; its outputs are
+            gradients, its targets the parameters' values.
     """
 
     parts: tuple[Graph, ...]
@@ -46,6 +51,7 @@ class CutGraph:
     last: Graph
     collected: tuple[str, ...]
     shared: Mapping[str, tuple[int, ...]]
+    after: tuple[Graph | None, ...]
 
 
 def cut_graph(top: Graph, blocks: Sequence[int], joins: Joins) -> CutGraph:
@@ -95,7 +101,10 @@ class _Cutter:
                 self._place(node, last)
         for summands in self.places.summands.values():
             for part, leaf in summands:
-                self._read(leaf, part, Phase.BACKWARD)
+                if not self._waits(leaf):
+                    self._read(leaf, part, Phase.BACKWARD)
+        for value in self.live.summed:
+            self.parts[self._part_of(value)].read.add(value)
         for value in self.live.collected:
             self._read(value, last, Phase.FORWARD)
         updates = [o.value for o in self.top.outputs if o.kind is OutputKind.BUFFER_UPDATE and o.value is not None]
@@ -116,7 +125,13 @@ class _Cutter:
                 for parameter, summands in self.places.summands.items()
                 if len({part for part, _ in summands}) > 1
             },
+            after=tuple(self._after(p) for p in range(len(self.parts))),
         )  # fmt: skip
+
+    def _waits(self, leaf: str) -> bool:
+        """True of a gradient that is made at the end."""
+        node = self.places.maker.get(leaf)
+        return node is not None and node.name in self.live.tails
 
     def _part_of(self, value: str) -> int:
         return self.places.part[self.places.maker[value].name]
@@ -183,6 +198,10 @@ class _Cutter:
             GraphOutput(kind=OutputKind.GRADIENT, target=f"sent {p.value}", value=p.value)
             for p in sent if p.phase is Phase.BACKWARD
         ]  # fmt: skip
+        leaving += [
+            GraphOutput(kind=OutputKind.GRADIENT, target=SUMMED + v, value=v)
+            for v in self.live.summed if self._part_of(v) == part
+        ]  # fmt: skip
         return Graph(
             name=self.top.name,
             inputs=self._inputs(nodes, leaving, received + _joined_inputs(renamed, self.values)),
@@ -210,7 +229,7 @@ class _Cutter:
         found: list[GraphOutput] = []
         sums: list[Node] = []
         for parameter, summands in self.places.summands.items():
-            mine = [leaf for at, leaf in summands if at == part]
+            mine = [leaf for at, leaf in summands if at == part and not self._waits(leaf)]
             if not mine:
                 continue
             total, adders = mine[0], iter(self._adders(parameter))
@@ -264,6 +283,33 @@ class _Cutter:
         leaving = [GraphOutput(kind=OutputKind.OUTPUT, target=str(k), value=v) for k, v in enumerate(wanted)]
         return Graph(
             name=self.top.name, inputs=self._inputs(inside, leaving, ()), nodes=tuple(inside), outputs=tuple(leaving)
+        )
+
+    def _after(self, part: int) -> Graph | None:
+        """From sums over micro-batches to the gradients that are made of them."""
+        leaves = {
+            parameter: leaf
+            for parameter, summands in self.places.summands.items()
+            for at, leaf in summands if at == part and self._waits(leaf)
+        }  # fmt: skip
+        if not leaves:
+            return None
+        needed: set[str] = set()
+        todo = list(leaves.values())
+        while todo:
+            node = self.places.maker.get(todo.pop())
+            if node is not None and node.name in self.live.tails and node.name not in needed:
+                needed.add(node.name)
+                todo += [r for r in node.refs if r not in self.live.summed]
+        nodes = [n for n in self.top.nodes if n.name in needed]
+        outputs = [GraphOutput(kind=OutputKind.OUTPUT, target=p, value=leaf) for p, leaf in leaves.items()]
+        given = [
+            GraphInput(value=self.values[v], kind=InputKind.INPUT, target=RECEIVED + v)
+            for v in self.live.summed if self._part_of(v) == part
+        ]  # fmt: skip
+        nodes = [replace(n, phase=Phase.FORWARD) for n in nodes]
+        return Graph(
+            name=self.top.name, inputs=self._inputs(nodes, outputs, given), nodes=tuple(nodes), outputs=tuple(outputs)
         )
 
     def _last(self) -> Graph:

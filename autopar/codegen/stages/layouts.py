@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.codegen.layouts import PlanLayouts, own_inputs
+from autopar.codegen.stages.hoist import MADE
 from autopar.errors import CompilerError, PlanError
-from autopar.ir.graph import CapturedGraph, Graph, GraphInput, InputKind, Node, OutputKind, Phase
+from autopar.ir.graph import CapturedGraph, Graph, GraphInput, InputKind, Node, OutputKind, Phase, tensor_keys
 from autopar.ir.layout import Kind, Layout, Placement, R
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.plan import Plan, mesh_of
+from autopar.ir.reshard import plan_reshard
 from autopar.ir.staged import JOINED, MICRO, RECEIVED
 from autopar.ir.strategy import Strategy
 from autopar.ops.lowering import is_random
@@ -62,6 +64,7 @@ class Whole:
     _lasting: dict[str, frozenset[str]] = field(default_factory=dict)
     _strategies: dict[tuple[str, str], Strategy] = field(default_factory=dict)
     _graphs: dict[str, dict[str, Node]] = field(default_factory=dict)
+    _keys: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
     def device(self) -> PlanLayouts:
@@ -124,6 +127,19 @@ class Whole:
             inputs=tuple(self.spread(i, lasting=made) for i in plain.inputs),
             tags=tuple(tags),
         )
+
+    def held(self, graph: Graph, way: str, value: str) -> Layout | None:
+        """How a value of a graph as captured stays for all micro-batches, on the devices' mesh; None: it doesn't."""
+        if graph.name not in self._keys:
+            self._keys[graph.name] = tensor_keys(graph)
+        text = self.plan.held.get(way, {}).get(self._keys[graph.name].get(value, ""))
+        return None if text is None else self.device.parse(text, f"{way} {value}")
+
+    def original(self, graph: Graph) -> Graph:
+        """The graph as captured that one of a part is made of."""
+        if graph.name == self.captured.top.name:
+            return self.captured.top
+        return replace(self.captured.block(graph.name.partition("#")[0]).graph, name=graph.name)
 
     def arrival(self, graph: Graph, own: GraphInput) -> Layout:
         """How an input that is no parameter arrives."""
@@ -205,10 +221,13 @@ class Whole:
 class PartLayouts(PlanLayouts):
     """`PlanLayouts` of one graph that `cut_graph` made, and of the blocks that it calls.
 
-    Parameters arrive as stored, and their gradients leave so, each micro-batch its summand.
+    Parameters arrive as they stay for all micro-batches (`Plan.held`), and gradients leave as their sums stay.
     """
 
     whole: Whole
+    part: int
+    stored: bool = False
+    """Parameters arrive as stored: of what runs before the weights are made."""
 
     def strategy(self, graph: Graph, node: Node) -> Strategy:
         """What the plan chose for an op, in micro-batches."""
@@ -248,7 +267,7 @@ class PartLayouts(PlanLayouts):
         for own in graph.inputs:
             name = own.value.name
             if own.kind is InputKind.PARAMETER:
-                found[name] = whole.spread(whole.device.storage(names[name]), lasting=True)
+                found[name] = whole.spread(self.weight(graph, name, names[name]), lasting=True)
             elif own.target.startswith(RECEIVED):
                 found[name] = whole.made(top, name)
             elif own.target.startswith(JOINED):
@@ -264,16 +283,78 @@ class PartLayouts(PlanLayouts):
         assert value is not None
         return self._as_made(self.captured.top, value)
 
-    def gradient(self, graph: Graph, target: str, value: str) -> Layout:
-        """As the parameter is stored; a summand of each micro-batch, unless all make the same."""
+    def weight(self, graph: Graph, value: str, name: str) -> Layout:
+        """How a parameter of a graph, `name` in the top graph, stays for all micro-batches, on the devices' mesh."""
+        whole, made = self.whole, name.startswith(MADE)
+        original = whole.original(graph)
+        if graph.name == whole.captured.top.name:
+            inside = self._in_block(value)
+            if inside is not None:
+                inner, own = inside
+                return self.weight(inner, own.value.name, own.target if own.target.startswith(MADE) else name)
+        held = None if self.stored else whole.held(original, self._way(original, value), value)
+        if held is not None:
+            return held
+        if made:
+            raise PlanError(f"plan for {self.plan.model.name}: it doesn't say how {name} stays; search again")
+        return whole.device.storage(name)
+
+    def _way(self, original: Graph, value: str) -> str:
+        """By which way a value of a graph is made; a parameter of both ends, as this part's end reads it."""
         whole = self.whole
-        stored = whole.spread(whole.device.storage(self._parameter_names(graph)[target]), lasting=True)
-        if MICRO not in stored.axes:
-            return stored
-        made = self._as_made(graph, value).on(MICRO)
-        if made.kind is Kind.SHARD and whole.plan.schedule.micro_batches > 1:
-            raise PlanError(f"the gradient {value} is made in pieces by micro-batches: search with --micro-batches 1")
-        return stored.replace(MICRO, made if made.kind is not Kind.SHARD else R)
+        if original.name != whole.captured.top.name:
+            return original.name
+        maker = next((n for n in original.nodes if any(o is not None and o.name == value for o in n.outputs)), None)
+        if maker is not None:
+            return whole.way(original, maker)
+        return whole.ways.first if self.part == 0 and len(self.plan.stages) > 1 else whole.ways.last
+
+    def _in_block(self, value: str) -> tuple[Graph, GraphInput] | None:
+        """The block's parameter that a value of the top graph is; None: it is no block's."""
+        for node in self.captured.top.nodes:
+            if node.op == "autopar.block" and node.block is not None and value in node.refs:
+                inner = self.captured.block(node.block.key).graph
+                own = own_inputs(inner)[node.refs.index(value)]
+                return (inner, own) if own.kind is InputKind.PARAMETER else None
+        return None
+
+    def gradient(self, graph: Graph, target: str, value: str) -> Layout:
+        """As the sum over micro-batches stays; a summand of each, unless all make the same."""
+        whole = self.whole
+        inner = self._block_gradient(graph, value)
+        if inner is not None:
+            return inner
+        made = self._as_made(graph, value)
+        original = whole.original(graph)
+        total = next(
+            (o.value for o in original.outputs if o.kind is OutputKind.GRADIENT and o.target == target), None
+        ) or value  # fmt: skip
+        held = whole.held(original, self._way(original, total), total)
+        found = whole.spread(held, lasting=True) if held is not None else None
+        if MICRO in whole.mesh.names:
+            at = made.on(MICRO)
+            if at.kind is Kind.SHARD and whole.plan.schedule.micro_batches > 1:
+                raise PlanError(f"the gradient {value} is made in pieces by micro-batches: search with 1 of them")
+            kind = at if at.kind is not Kind.SHARD else R
+            found = found.replace(MICRO, kind) if found is not None else None
+            stored = whole.spread(whole.device.storage(self._parameter_names(graph)[target]), lasting=True)
+            stored = stored.replace(MICRO, kind)
+        else:
+            stored = whole.device.storage(self._parameter_names(graph)[target])
+        return found if found is not None and plan_reshard(made, found) is not None else stored
+
+    def _block_gradient(self, graph: Graph, value: str) -> Layout | None:
+        """Of a gradient that a block's call in the top graph gives: as the block makes it."""
+        for node in graph.nodes:
+            for position, out in enumerate(node.outputs) if node.block is not None else ():
+                if out is not None and out.name == value:
+                    assert node.block is not None
+                    inner = self.captured.block(node.block.key).graph
+                    ends = [o for o in inner.outputs if o.kind is OutputKind.GRADIENT]
+                    end = ends[position]
+                    assert end.value is not None
+                    return self.gradient(inner, end.target, end.value)
+        return None
 
     def _as_made(self, graph: Graph, value: str) -> Layout:
         whole = self.whole

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node, OutputKind, Phase
-from autopar.ir.places import Places
+from autopar.ir.places import Places, tail_nodes
 
 Joins = Callable[[Node, int], bool]
 """(reader, position among its refs) -> True if the reader asks for more than its micro-batch's own piece."""
@@ -28,6 +28,7 @@ class Live:
         joined: values that `main` reads joined, made by `first`.
         post: nodes that run once at the end.
         collected: values that `post`, or the outputs, take of all micro-batches.
+        tails: nodes of the backward that run once at the end, on `summed`: values that micro-batches make summands of.
     """
 
     main: frozenset[str]
@@ -35,6 +36,8 @@ class Live:
     joined: tuple[str, ...]
     post: frozenset[str]
     collected: tuple[str, ...]
+    tails: frozenset[str]
+    summed: tuple[str, ...]
 
 
 def find_live(top: Graph, places: Places, joins: Joins, leaves: Iterable[str]) -> Live:
@@ -44,7 +47,7 @@ def find_live(top: Graph, places: Places, joins: Joins, leaves: Iterable[str]) -
     """
     work = _Finder(top, places, joins)
     for leaf in leaves:
-        work.visit_main(leaf)
+        work.visit_gradient(leaf)
     outputs = [o.value for o in top.outputs if o.kind is OutputKind.OUTPUT and o.value is not None]
     updates = [o.value for o in top.outputs if o.kind is OutputKind.BUFFER_UPDATE and o.value is not None]
     for value in outputs:
@@ -58,7 +61,8 @@ def find_live(top: Graph, places: Places, joins: Joins, leaves: Iterable[str]) -
         work.visit_first(value)
     return Live(
         main=frozenset(work.main), first=frozenset(work.first), joined=tuple(work.joined),
-        post=frozenset(work.post), collected=tuple(work.collected),
+        post=frozenset(work.post), collected=tuple(work.collected), tails=frozenset(work.tails),
+        summed=tuple(work.summed),
     )  # fmt: skip
 
 
@@ -72,7 +76,46 @@ class _Finder:
     post: set[str] = field(default_factory=set)
     joined: dict[str, str] = field(default_factory=dict)
     collected: dict[str, None] = field(default_factory=dict)
+    tails: set[str] = field(default_factory=set)
+    summed: dict[str, None] = field(default_factory=dict)
     _late: dict[str, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._may_wait = tail_nodes(self.top)
+
+    def visit_gradient(self, value: str) -> None:
+        """A gradient: of a micro-batch, or at the end, where ops on it read the sum of all micro-batches."""
+        node = self.places.maker.get(value)
+        if node is None or node.name not in self._may_wait or not self._waits(value):
+            self.visit_main(value)
+            return
+        self.tails.add(node.name)
+        for position, ref in enumerate(node.refs):
+            if self.joins(node, position) and not self._floats(ref):
+                self.summed[ref] = None
+                self.visit_main(ref)
+            elif not self._floats(ref):
+                if self._waits(ref):
+                    self.visit_gradient(ref)
+                else:  # every micro-batch makes the same
+                    self.summed[ref] = None
+                    self.visit_main(ref)
+            else:
+                self._tail_reads(ref)
+
+    def _tail_reads(self, value: str) -> None:
+        node = self.places.maker.get(value)
+        if node is not None and node.name not in self.tails:
+            self.tails.add(node.name)
+            for ref in node.refs:
+                self._tail_reads(ref)
+
+    def _waits(self, value: str) -> bool:
+        """True if ops of the backward read a value joined on the way to this gradient."""
+        node = self.places.maker.get(value)
+        if node is None or node.name not in self._may_wait:
+            return False
+        return any(not self._floats(r) and (self.joins(node, p) or self._waits(r)) for p, r in enumerate(node.refs))
 
     def visit_main(self, value: str) -> None:
         """What a value of a micro-batch is made of."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from autopar.codegen.check import check_names
 from autopar.codegen.emit import emit
-from autopar.codegen.layouts import PlanLayouts
+from autopar.codegen.layouts import PlanLayouts, own_inputs
 from autopar.codegen.lower import lower_by
-from autopar.codegen.stages.cut import CutGraph, cut_graph
+from autopar.codegen.stages.cut import SUMMED, CutGraph, cut_graph
+from autopar.codegen.stages.hoist import MADE, Weights, hoist
 from autopar.codegen.stages.layouts import PartLayouts, Ways, Whole, instances_of, micro_mesh, without_micro
 from autopar.errors import PlanError
 from autopar.ir.ends import before_blocks
@@ -18,7 +19,17 @@ from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan, mesh_of
 from autopar.ir.program import Program
 from autopar.ir.reshard import Collective
-from autopar.ir.staged import JOINED, MICRO, RECEIVED, Joined, PartProgram, Piece, StagedProgram, StagedSource
+from autopar.ir.staged import (
+    JOINED,
+    MICRO,
+    RECEIVED,
+    Joined,
+    PartProgram,
+    Piece,
+    StagedProgram,
+    StagedSource,
+    WeightsProgram,
+)
 from autopar.ir.strategy import Strategy
 
 
@@ -46,7 +57,7 @@ def lower_stages(captured: CapturedGraph, plan: Plan) -> StagedProgram:
         schedule=plan.schedule.name,
         parts=tuple(_part(whole, cut, k, piece) for k in range(len(counts))),
         collected=tuple(map(piece, cut.collected)),
-        last=_end(whole, cut),
+        last=_end(whole, cut.last),
         passed=cut.passed,
         pieces={p.value: piece(p.value) for p in cut.passed},
         shared={names[value]: parts for value, parts in cut.shared.items()},
@@ -84,29 +95,101 @@ def _ways(captured: CapturedGraph, plan: Plan, counts: tuple[int, ...]) -> Ways:
 
 
 def _part(whole: Whole, cut: CutGraph, index: int, piece: Callable[[str], Piece]) -> PartProgram:
-    first = cut.first[index]
+    first, mesh = cut.first[index], mesh_of(whole.plan)
     joined = []
     for out in first.outputs if first is not None else ():
         assert out.value is not None
         wanted = whole.join_wanted(out.value)
-        joined.append(Joined(piece=piece(out.value), wanted=without_micro(wanted, mesh_of(whole.plan))))
+        joined.append(Joined(piece=piece(out.value), wanted=without_micro(wanted, mesh)))
+    part = _captured(whole, cut.parts[index])
+    hoisted = hoist(part, whole.lasting)
+    layouts = PartLayouts(hoisted.main, whole.plan, whole.mesh, whole=whole, part=index)
+    main = _program(layouts)
+    top = main.functions[-1]
+    gradients = dict(zip(main.parameters, top.gradients, strict=True))
+    summed = [o.value for o in cut.parts[index].outputs if o.target.startswith(SUMMED) and o.value is not None]
     return PartProgram(
         index=index,
-        first=_program(whole, first) if first is not None else None,
+        first=_first(whole, first, index) if first is not None else None,
         joined=tuple(joined),
-        main=_program(whole, cut.parts[index]),
-    )
+        weights={
+            name: _weights(whole, layouts, part, weights) for name, weights in hoisted.weights.items()
+        },
+        main=main,
+        held={name: without_micro(layout, mesh) for name, layout in main.parameters.items()},
+        sums={name: g.layout for name, g in gradients.items() if g is not None},
+        summed=tuple(map(piece, summed)),
+        after=_end(whole, after, gradients=True) if (after := cut.after[index]) is not None else None,
+    )  # fmt: skip
 
 
-def _program(whole: Whole, graph: Graph) -> Program:
-    """A part's graph in micro-batches."""
+def _first(whole: Whole, graph: Graph, index: int) -> Program:
+    """What runs before all: no weights are made yet."""
     part = _captured(whole, graph)
-    layouts = PartLayouts(part, whole.plan, whole.mesh, whole=whole)
-    program = replace(lower_by(part, layouts), summed=(MICRO,) if MICRO in whole.mesh.names else ())
+    return _program(PartLayouts(part, whole.plan, whole.mesh, whole=whole, part=index, stored=True))
+
+
+def _program(layouts: PartLayouts) -> Program:
+    """A part's graph in micro-batches."""
+    program = replace(lower_by(layouts.captured, layouts), sums=True)
     check_names(program)
-    if whole.plan.schedule.micro_batches > 1:
+    if layouts.plan.schedule.micro_batches > 1:
         _refuse_joins(program)
     return program
+
+
+def _weights(whole: Whole, part: PartLayouts, captured: CapturedGraph, weights: Weights) -> WeightsProgram:
+    """What makes the weights of a graph as its ops read them."""
+    graph = weights.graph
+    own = [i for i in graph.inputs if i.kind is InputKind.PARAMETER]
+    top = graph.name == captured.top.name
+    alone = replace(captured, top=graph, blocks=())
+    layouts = _WeightLayouts(alone, whole.plan, mesh_of(whole.plan), whole=whole, part=part)
+    program = lower_by(alone, layouts)
+    check_names(program)
+    calls = {}
+    names = {i.value.name: i.target for i in captured.top.inputs}
+    for instance, targets in weights.targets.items():
+        if top:
+            rows = tuple(i.target for i in own)
+        else:
+            call = next(n for n in captured.top.nodes if n.block is not None and n.block.instance == instance)
+            inner = own_inputs(captured.block(graph.name).graph)
+            given = dict(zip((i.target for i in inner), call.refs, strict=False))
+            rows = tuple(names[given[i.target]] for i in own)
+        calls[instance] = (rows, targets)
+    return WeightsProgram(program=program, calls=calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WeightLayouts(PlanLayouts):
+    """Of what is made once a step of stored weights, on the devices' own mesh."""
+
+    whole: Whole
+    part: PartLayouts
+
+    def strategy(self, graph: Graph, node: Node) -> Strategy:
+        """What the plan chose for an op."""
+        return PlanLayouts.strategy(self, replace(graph, name=self.whole.way(graph, node)), node)
+
+    def later(self, graph: Graph) -> None:
+        """Nothing is kept: there is no backward."""
+
+    def arrivals(self, graph: Graph) -> dict[str, Layout]:
+        """As stored."""
+        if graph.name == self.whole.captured.top.name:
+            names = {i.value.name: i.target for i in graph.inputs}
+        else:
+            block = self.part.captured.block(graph.name)
+            names = PlanLayouts._parameter_names(self.part, block.graph)
+        return {i.value.name: self.storage(names[i.value.name]) for i in graph.inputs}
+
+    def output(self, position: int) -> Layout:
+        """As it stays for all micro-batches."""
+        graph = self.captured.top
+        value = graph.outputs[position].value
+        assert value is not None
+        return self.part.weight(graph, value, f"{MADE}{value}")
 
 
 def _captured(whole: Whole, graph: Graph) -> CapturedGraph:
@@ -150,9 +233,13 @@ def _refuse_joins(program: Program) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EndLayouts(PlanLayouts):
-    """Of what runs at the end, on the devices' own mesh: as the plan has it; what is collected, as it was made."""
+    """Of what runs at the end, on the devices' own mesh: as the plan has it; what is collected, as it was made.
+
+    `gradients`: what it gives are gradients, as stored, by the parameters' values; else the model's outputs.
+    """
 
     whole: Whole
+    gradients: bool
 
     def strategy(self, graph: Graph, node: Node) -> Strategy:
         """What the plan chose for an op."""
@@ -176,7 +263,10 @@ class _EndLayouts(PlanLayouts):
         return {i.value.name: i.target for i in graph.inputs if i.kind is InputKind.PARAMETER}
 
     def output(self, position: int) -> Layout:
-        """As the plan gives the model's outputs."""
+        """As the plan gives the model's outputs, or as it stores parameters."""
+        if self.gradients:
+            names = {i.value.name: i.target for i in self.whole.captured.top.inputs}
+            return self.storage(names[self.captured.top.outputs[position].target])
         outs = [p for p, o in enumerate(self.whole.captured.top.outputs) if o.kind is OutputKind.OUTPUT]
         way = self.whole.ways.last
         text = self.plan.outputs.get(way, {}).get(str(outs[position]))
@@ -187,7 +277,9 @@ def emit_stages(program: StagedProgram) -> StagedSource:
     """The modules' text."""
     return StagedSource(
         first={p.index: emit(p.first) for p in program.parts if p.first is not None},
+        weights=tuple({name: emit(w.program) for name, w in p.weights.items()} for p in program.parts),
         main=tuple(emit(p.main) for p in program.parts),
+        after={p.index: emit(p.after) for p in program.parts if p.after is not None},
         last=emit(program.last),
     )
 
@@ -196,8 +288,8 @@ def _is_collected(target: str) -> bool:
     return target.startswith((RECEIVED, JOINED))
 
 
-def _end(whole: Whole, cut: CutGraph) -> Program:
-    part = _captured(whole, cut.last)
-    program = lower_by(part, _EndLayouts(part, whole.plan, mesh_of(whole.plan), whole=whole))
+def _end(whole: Whole, graph: Graph, *, gradients: bool = False) -> Program:
+    part = _captured(whole, graph)
+    program = lower_by(part, _EndLayouts(part, whole.plan, mesh_of(whole.plan), whole=whole, gradients=gradients))
     check_names(program)
     return program
