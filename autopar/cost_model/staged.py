@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from autopar.cost_model.later import Mode
 from autopar.cost_model.wiring import SlotKind
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph, InputKind
-from autopar.ir.layout import Kind
+from autopar.ir.layout import Kind, Layout
 from autopar.ir.options import Options
 from autopar.ir.parts import Amount, Choice, PartedProblem, Sums, WholeSolution
 from autopar.ir.places import place_nodes
@@ -31,7 +31,8 @@ from autopar.ir.plan import (
     device_hours,
 )
 from autopar.ir.stages import Assignment, StageEvaluation, StageProblem, even_split
-from autopar.ir.strategy import Note
+from autopar.ir.strategy import Note, Strategy
+from autopar.ir.ways import block_ways
 
 TIMES = (Amount.FORWARD, Amount.BACKWARD, Amount.ONCE)
 
@@ -125,13 +126,10 @@ def staged_plan(
 ) -> Plan:  # fmt: skip
     """The plan of a solved trial. `model_flops`: of a step, nothing recomputed."""
     captured, priced, problem = cut.captured, cut.priced, cut.problem
-    main = cut.choices[max(cut.uses, key=lambda use: (cut.uses[use], -use[1]))[1]]
     stage_of = _stage_of_parameters(cut)
-    picks = tuple(options_[i] for options_, i in zip(priced.options, main, strict=False))
-    parameters = {
-        name: _on_stage(found, name, stage_of, cut, main)
-        for name, found in parameters_of(captured, priced, picks, options).items()
-    }
+    by_choice = {k: parameters_of(captured, priced, _picks(cut, k), options) for k in cut.sums}
+    most = max(cut.uses, key=lambda use: (cut.uses[use], -use[1]))[1]
+    parameters = {name: _on_stage(p, name, stage_of, cut, most) for name, p in by_choice[most].items()}
     found = whole_plan(
         captured, priced, cluster, options, notes, _said(cut, prices),
         schedule=PlanSchedule(name=_schedule(problem), micro_batches=problem.micro_batches, chunks=problem.chunks),
@@ -139,7 +137,26 @@ def staged_plan(
         predicted=_predicted(cut, cluster, options, model_flops), solver=solver,
     )  # fmt: skip
     ends = {end: name for (part, _), name in cut.names.items() for end in (FIRST, LAST) if part == end}
-    return msgspec.structs.replace(found, ends=ends)
+    found = msgspec.structs.replace(found, ends=ends)
+    return msgspec.structs.replace(found, parameters={**parameters, **_in_their_ways(cut, found, by_choice, stage_of)})
+
+
+def _picks(cut: Cut, choice: int) -> tuple[Strategy | Layout, ...]:
+    return tuple(options[i] for options, i in zip(cut.priced.options, cut.choices[choice], strict=False))
+
+
+def _in_their_ways(
+    cut: Cut, plan: Plan, by_choice: Mapping[int, Mapping[str, PlanParameter]], stage_of: Mapping[str, int]
+) -> dict[str, PlanParameter]:
+    """Parameters of block instances, each stored as the way in which its block runs has it."""
+    choice_of = {name: k for (_, k), name in cut.names.items()}
+    found = {}
+    for instance, way in block_ways(cut.captured.top, plan).items():
+        k = choice_of[way]
+        for name, parameter in by_choice[k].items():
+            if name.startswith(f"{instance}."):
+                found[name] = _on_stage(parameter, name, stage_of, cut, k)
+    return found
 
 
 def _schedule(problem: StageProblem) -> str:
@@ -211,9 +228,9 @@ def _stage_of_parameters(cut: Cut) -> dict[str, int]:
     return {names[value]: min(parts) % stages for value, parts in place_nodes(top, counts).readers.items()}
 
 
-def _on_stage(found: PlanParameter, name: str, stage_of: dict[str, int], cut: Cut, choice: Choice) -> PlanParameter:
+def _on_stage(found: PlanParameter, name: str, stage_of: Mapping[str, int], cut: Cut, way: int) -> PlanParameter:
     """Its stage, and its layout in words: what stays whole between micro-batches is ZeRO-1 or 2."""
-    priced = cut.priced
+    priced, choice = cut.priced, cut.choices[way]
     slot = priced.wiring.storage_of.get(name)
     stage = stage_of.get(name, len(cut.problem.stages) - 1)
     role = found.role

@@ -164,11 +164,14 @@ class _Placer:
         for node in nodes:
             if node.block is not None:
                 self.part[node.name] = next(calls)
+        given = {o.value for o in self.top.outputs if o.kind is OutputKind.OUTPUT}
         for node in reversed(nodes):
             if node.name not in self.part:
                 asked = self._parts_reading(node, Phase.FORWARD)
                 if asked:
                     self.part[node.name] = min(asked)
+                elif any(o is not None and o.name in given for o in node.outputs):
+                    self.part[node.name] = self.last
         for node in nodes:
             if node.name not in self.part:  # only the backward, or nothing, reads it
                 self.part[node.name] = max(self._parts_read(node, Phase.FORWARD), default=self.last)

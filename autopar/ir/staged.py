@@ -67,7 +67,8 @@ class PartProgram:
     """One part of the model.
 
     Attributes:
-        first: run for every micro-batch before any of the rest, for its outputs, which are joined; None: nothing is.
+        first: run on the whole batch before any of the rest, for what micro-batches read whole (`joined`); None: they
+            read nothing so.
         weights: run once before all, by name of graph.
         main: forward and backward of one micro-batch. Its parameters are weights as `held` has them, on the devices'
             own mesh; its gradients leave in the layouts of `sums`, and its backward gives `summed` behind those.

@@ -149,26 +149,14 @@ class Step:
     # Before and after the micro-batches -------------------------------------------------------------------------------
 
     def _join(self, part: Part) -> None:
-        """What micro-batches make together, before any of the rest."""
-        if part.first is None:
+        """What micro-batches read whole of what inputs alone decide, before any of the rest."""
+        first, rt = part.first, self.pipeline.rt
+        if first is None:
             return
-        made: list[list[Tensor]] = [[] for _ in part.program.joined]
-        for j in range(self.pipeline.program.micro_batches):
-            self._at(j)
-            outputs, _, _ = part.first.forward(
-                self.pipeline.micro, self._parameters(part.first), self._buffers(part.first),
-                self._constants(part.first), self._inputs(part.first, part, j),
-            )  # fmt: skip
-            for row, out in zip(made, outputs, strict=True):
-                row.append(out)
-        for row, joined in zip(made, part.program.joined, strict=True):
-            rt = self.pipeline.rt
-            layout = _of_devices(joined.piece.layout, rt.mesh)
-            whole = _together(row, joined.piece)
-            meta = joined.piece.meta
-            self.joined[part.index, joined.piece.value] = rt.convert(
-                whole, layout, joined.wanted, meta.shape, meta.units
-            )
+        inputs = [place(self.given[name], parse_layout(text, rt.mesh), rt) for name, text in first.inputs.items()]
+        found, _, _ = first.forward(rt, self._parameters(first), self._buffers(first), self._constants(first), inputs)
+        for joined, value in zip(part.program.joined, found, strict=True):
+            self.joined[part.index, joined.piece.value] = value
 
     def _weights(self, part: Part) -> list[Tensor]:
         """Weights as a part's ops read them, for the whole step."""

@@ -7,7 +7,7 @@ alone decide is the same in every micro-batch: R there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.codegen.layouts import PlanLayouts, own_inputs
@@ -226,8 +226,6 @@ class PartLayouts(PlanLayouts):
 
     whole: Whole
     part: int
-    stored: bool = False
-    """Parameters arrive as stored: of what runs before the weights are made."""
 
     def strategy(self, graph: Graph, node: Node) -> Strategy:
         """What the plan chose for an op, in micro-batches."""
@@ -292,7 +290,7 @@ class PartLayouts(PlanLayouts):
             if inside is not None:
                 inner, own = inside
                 return self.weight(inner, own.value.name, own.target if own.target.startswith(MADE) else name)
-        held = None if self.stored else whole.held(original, self._way(original, value), value)
+        held = whole.held(original, self._way(original, value), value)
         if held is not None:
             return held
         if made:
@@ -373,8 +371,3 @@ class PartLayouts(PlanLayouts):
 def without_micro(layout: Layout, mesh: Mesh) -> Layout:
     """The layout on the devices' own mesh."""
     return Layout(mesh.names, tuple(layout.on(name) for name in mesh.names))
-
-
-def instances_of(nodes: Iterable[Node]) -> list[str]:
-    """Module paths of the forward's block calls, in order."""
-    return [n.block.instance for n in nodes if n.block is not None and n.phase is Phase.FORWARD]

@@ -2,8 +2,8 @@
 
 A *join* is a value that every micro-batch makes a piece or a summand of, read as a whole: the number of labels that
 count, the sum of their losses. Where the backward asks for a join it must be there before any backward runs, so what
-makes it runs first, over all micro-batches, and may not be what stages compute: labels and masks. What only the
-outputs ask for is joined at the end of the step.
+makes it runs first, on the whole batch, and may not be what stages compute: labels and masks. What only the outputs
+ask for is joined at the end of the step, and so is what only gradients of parameters need.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class _Finder:
             node = self.places.maker.get(todo.pop())
             if node is None or node.name in self.first:
                 continue
-            if node.name not in self.places.floating or any(self.joins(node, p) for p in range(len(node.refs))):
+            if node.name not in self.places.floating:
                 raise PlanError(
                     f"{self.joined[value]} of every micro-batch needs {value}, which all micro-batches together "
                     f"compute ({node.key}): this model can't be cut into micro-batches with the same numbers; search "

@@ -11,7 +11,7 @@ from autopar.codegen.layouts import PlanLayouts, own_inputs
 from autopar.codegen.lower import lower_by
 from autopar.codegen.stages.cut import SUMMED, CutGraph, cut_graph
 from autopar.codegen.stages.hoist import MADE, Weights, hoist
-from autopar.codegen.stages.layouts import PartLayouts, Ways, Whole, instances_of, micro_mesh, without_micro
+from autopar.codegen.stages.layouts import PartLayouts, Ways, Whole, micro_mesh, without_micro
 from autopar.errors import PlanError
 from autopar.ir.ends import before_blocks
 from autopar.ir.graph import Block, BlockCall, CapturedGraph, Graph, InputKind, Node, OutputKind
@@ -31,6 +31,7 @@ from autopar.ir.staged import (
     WeightsProgram,
 )
 from autopar.ir.strategy import Strategy
+from autopar.ir.ways import block_ways, blocks_of_parts
 
 
 def lower_stages(captured: CapturedGraph, plan: Plan) -> StagedProgram:
@@ -38,8 +39,8 @@ def lower_stages(captured: CapturedGraph, plan: Plan) -> StagedProgram:
 
     Raises PlanError for a model that can't run so with the same numbers; says why, and what to do.
     """
-    counts = blocks_of_parts(captured, plan)
-    whole = Whole(captured=captured, plan=plan, mesh=micro_mesh(plan), ways=_ways(captured, plan, counts))
+    counts = blocks_of_parts(captured.top, plan)
+    whole = Whole(captured=captured, plan=plan, mesh=micro_mesh(plan), ways=_ways(captured, plan))
     cut = cut_graph(captured.top, counts, whole.joins)
     names = {i.value.name: i.target for i in captured.top.inputs if i.kind is InputKind.PARAMETER}
     values = captured.top.values()
@@ -64,34 +65,13 @@ def lower_stages(captured: CapturedGraph, plan: Plan) -> StagedProgram:
     )
 
 
-def blocks_of_parts(captured: CapturedGraph, plan: Plan) -> tuple[int, ...]:
-    """Block calls of each part of the model, in forward order. PlanError where the plan is of another model."""
-    held = [sum(count for _, count in stage.blocks) for stage in plan.stages]
-    chunks = plan.schedule.chunks
-    calls = len(instances_of(captured.top.nodes))
-    if sum(held) != calls or len(held) != plan.mesh.pipeline or any(n % chunks for n in held):
-        raise PlanError(
-            f"plan for {plan.model.name}: its stages hold {held} blocks in {chunks} chunks, the model has {calls}"
-        )
-    return tuple(n // chunks for _ in range(chunks) for n in held)
-
-
-def _ways(captured: CapturedGraph, plan: Plan, counts: tuple[int, ...]) -> Ways:
-    """Of each stage's instances of a block, the first run in the first of its ways, and so on."""
-    nodes = [n for n in captured.top.nodes if n.block is not None and n.op == "autopar.block"]
-    stages = [part % plan.mesh.pipeline for part, count in enumerate(counts) for _ in range(count)]
-    left = {s.index: {way: n for way, n in sorted(s.columns.items())} for s in plan.stages}
-    blocks = {}
-    for node, stage in zip(nodes, stages, strict=True):
-        assert node.block is not None
-        mine = [w for w, n in left[stage].items() if w.partition("#")[0] == node.block.key and n]
-        if not mine:
-            raise PlanError(f"plan for {plan.model.name}: stage {stage} says of no way to run {node.block.instance}")
-        left[stage][mine[0]] -= 1
-        blocks[node.block.instance] = mine[0]
+def _ways(captured: CapturedGraph, plan: Plan) -> Ways:
     top = captured.top.name
     ends = plan.ends or {"first": top, "last": top}
-    return Ways(first=ends["first"], last=ends["last"], before=before_blocks(captured.top.nodes), blocks=blocks)
+    return Ways(
+        first=ends["first"], last=ends["last"], before=before_blocks(captured.top.nodes),
+        blocks=block_ways(captured.top, plan),
+    )  # fmt: skip
 
 
 def _part(whole: Whole, cut: CutGraph, index: int, piece: Callable[[str], Piece]) -> PartProgram:
@@ -110,7 +90,7 @@ def _part(whole: Whole, cut: CutGraph, index: int, piece: Callable[[str], Piece]
     summed = [o.value for o in cut.parts[index].outputs if o.target.startswith(SUMMED) and o.value is not None]
     return PartProgram(
         index=index,
-        first=_first(whole, first, index) if first is not None else None,
+        first=_end(whole, first, joined=tuple(j.wanted for j in joined)) if first is not None else None,
         joined=tuple(joined),
         weights={
             name: _weights(whole, layouts, part, weights) for name, weights in hoisted.weights.items()
@@ -121,12 +101,6 @@ def _part(whole: Whole, cut: CutGraph, index: int, piece: Callable[[str], Piece]
         summed=tuple(map(piece, summed)),
         after=_end(whole, after, gradients=True) if (after := cut.after[index]) is not None else None,
     )  # fmt: skip
-
-
-def _first(whole: Whole, graph: Graph, index: int) -> Program:
-    """What runs before all: no weights are made yet."""
-    part = _captured(whole, graph)
-    return _program(PartLayouts(part, whole.plan, whole.mesh, whole=whole, part=index, stored=True))
 
 
 def _program(layouts: PartLayouts) -> Program:
@@ -233,13 +207,16 @@ def _refuse_joins(program: Program) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EndLayouts(PlanLayouts):
-    """Of what runs at the end, on the devices' own mesh: as the plan has it; what is collected, as it was made.
+    """Of what runs before or after all micro-batches, on the devices' own mesh: as the plan has it; what is collected,
+    as it was made.
 
-    `gradients`: what it gives are gradients, as stored, by the parameters' values; else the model's outputs.
+    `gradients`: what it gives are gradients, as stored, by the parameters' values; `joined`: the layouts of what it
+    gives; without either, it gives the model's outputs.
     """
 
     whole: Whole
     gradients: bool
+    joined: tuple[Layout, ...]
 
     def strategy(self, graph: Graph, node: Node) -> Strategy:
         """What the plan chose for an op."""
@@ -264,6 +241,8 @@ class _EndLayouts(PlanLayouts):
 
     def output(self, position: int) -> Layout:
         """As the plan gives the model's outputs, or as it stores parameters."""
+        if self.joined:
+            return self.joined[position]
         if self.gradients:
             names = {i.value.name: i.target for i in self.whole.captured.top.inputs}
             return self.storage(names[self.captured.top.outputs[position].target])
@@ -288,8 +267,10 @@ def _is_collected(target: str) -> bool:
     return target.startswith((RECEIVED, JOINED))
 
 
-def _end(whole: Whole, graph: Graph, *, gradients: bool = False) -> Program:
+def _end(whole: Whole, graph: Graph, *, gradients: bool = False, joined: tuple[Layout, ...] = ()) -> Program:
     part = _captured(whole, graph)
-    program = lower_by(part, _EndLayouts(part, whole.plan, mesh_of(whole.plan), whole=whole, gradients=gradients))
+    program = lower_by(
+        part, _EndLayouts(part, whole.plan, mesh_of(whole.plan), whole=whole, gradients=gradients, joined=joined)
+    )
     check_names(program)
     return program
