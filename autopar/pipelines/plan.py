@@ -74,8 +74,15 @@ def _nothing_fits(task: Task, found: Found, progress: Progress) -> InfeasibleErr
             least.append((needs.needed_bytes, i, problem, needs, trial))
     if not least:
         return InfeasibleError(
-            f"{task.captured.model_name}: no plan exists under these pins", needed_bytes=0,
+            f"{task.captured.model_name}: no plan exists under these pins{_micro(found)}", needed_bytes=0,
             budget_bytes=task.limit_bytes, largest_terms=(),
         )  # fmt: skip
     _, _, problem, needs, trial = min(least, key=lambda x: x[:2])
     return nothing_fits(task, problem, needs, "with an even cut the least is", f"with {trial}")
+
+
+def _micro(found: Found) -> str:
+    """What micro-batches rule out, where there must be some."""
+    if any(t.load.micro_batches == 1 for t in found.trials):
+        return ""
+    return ": an op reads what other micro-batches compute (a batch norm does), so try --micro-batches 1"

@@ -1,0 +1,299 @@
+"""Plans with pipeline stages and micro-batches run: every number equals one device's, and what can't be so is refused."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import api, staging
+from autopar.cost_model.clusters import load_cluster
+from autopar.errors import InfeasibleError, InputError, PlanError, UserError
+from autopar.ir.graph import InputKind, OutputKind, Phase
+from autopar.ir.options import Options
+from autopar.ir.plan import all_ranks
+from autopar.ir.staged import MICRO
+from autopar.runtime.comm import View
+from autopar.runtime.pipeline import Step
+from autopar.runtime.threads import run_threads
+from tests.models import tiny
+
+SMALL = {"pp": 2, "dp": 1, "tp": 1}
+
+
+class Skip(nn.Module):
+    """Layers whose inputs are also read far behind them; the loss is a sum over valid rows by their number, and the
+    square of its logarithm."""
+
+    def __init__(self, layers: int = 6, *, squared: bool = False) -> None:
+        super().__init__()
+        self.into = nn.Linear(8, 12)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(layers))
+        self.out = nn.Linear(12, 5)
+        self.squared = squared
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first = h = self.into(x)
+        for k, layer in enumerate(self.layers):
+            h = layer(h)
+            if k == 1:
+                kept = h
+        found = self.out(h * kept + first)
+        loss = nn.functional.cross_entropy(found, y, ignore_index=-100)
+        return loss.log() ** 2 if self.squared else loss
+
+
+def skip(**more: object) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(3)
+    y = torch.randint(0, 5, (12,))
+    y[[0, 1, 2, 5]] = -100
+    return Skip(**more).double(), {"x": torch.randn(12, 8, dtype=torch.float64), "y": y}
+
+
+@lru_cache(maxsize=8)
+def made(name: str):
+    if name == "skip":
+        return skip()
+    if name == "tied":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=96, tie_word_embeddings=True, use_cache=False,
+        )  # fmt: skip
+        ids = torch.randint(0, 96, (12, 8))
+        labels = ids.masked_fill(torch.rand(12, 8) < 0.5, -100)
+        return LlamaForCausalLM(config).double(), {"input_ids": ids, "labels": labels}
+    model, inputs = tiny(name)
+    model = model.double()
+    return model, {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def planned(name: str, pins: dict, micro_batches: int | None, **options: object):
+    model, inputs = made(name)
+    chosen = Options(precision="fp64", pins=pins, micro_batches=micro_batches, **options)
+    captured = api.capture(model, inputs, options=chosen)
+    devices = 1
+    for axis in ("pp", "dp", "tp"):
+        devices *= pins.get(axis, 1)
+    return captured, api.plan_captured(captured, load_cluster(f"rtx4090:{devices}"), options=chosen)
+
+
+def verified(name: str, pins: dict, micro_batches: int | None, **options: object):
+    captured, plan = planned(name, pins, micro_batches, **options)
+    model, inputs = made(name)
+    return plan, api.verify(model, inputs, plan=plan, captured=captured, options=Options(precision="fp64"), steps=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "pins", "micro_batches", "schedule"),
+    [
+        ("tied", SMALL, 4, "interleaved"),
+        ("tied", {"pp": 2, "dp": 2, "tp": 1}, 3, "interleaved"),
+        ("tied", {"pp": 1, "dp": 3, "tp": 1}, 2, "accumulate"),
+        ("tied", {"pp": 4, "dp": 1, "tp": 2}, 2, "1f1b"),
+        ("tied", {"pp": 3, "dp": 1, "tp": 1}, 6, "1f1b"),
+        ("tied", {**SMALL, "stages": "3,1"}, 12, "1f1b"),
+        ("tied", {"pp": 2, "dp": 2, "tp": 1, "*weight": "dp:S(0)"}, 2, "interleaved"),
+        ("skip", {"pp": 3, "dp": 1, "tp": 1}, 4, "interleaved"),
+        ("skip", {"pp": 2, "dp": 3, "tp": 1}, 1, "1f1b"),
+        ("gpt2", SMALL, 3, "1f1b"),
+        ("t5", SMALL, 4, "interleaved"),
+        ("bert", {"pp": 2, "dp": 1, "tp": 2}, 2, "1f1b"),
+    ],
+)
+def test_all_numbers_equal_one_devices(name, pins, micro_batches, schedule):
+    plan, report = verified(name, pins, micro_batches)
+    assert report.ok, report
+    assert plan.schedule.name == schedule
+    assert plan.schedule.micro_batches == micro_batches
+
+
+def test_dropout_draws_what_one_device_draws():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=2, n_embd=24, n_head=2, vocab_size=64, n_positions=8, bos_token_id=0, eos_token_id=0)
+    ids = torch.randint(0, 64, (8, 8))
+    model, inputs = GPT2LMHeadModel(config).double(), {"input_ids": ids, "labels": ids, "use_cache": False}
+    options = Options(precision="fp64", pins={"pp": 2, "dp": 2, "tp": 1}, micro_batches=2)
+    plan = api.search(model, load_cluster("rtx4090:4"), example_inputs=inputs, options=options)
+    report = api.verify(model, inputs, plan=plan, options=options)
+    assert report.ok and report.note, report
+
+
+def test_a_loss_that_the_backward_asks_for_is_not_cut():
+    """The square of the logarithm of the mean: no backward can begin before all forwards have ended."""
+    model, inputs = skip(squared=True)
+    options = Options(precision="fp64", pins=SMALL, micro_batches=2)
+    with pytest.raises(InfeasibleError, match="micro-batches 1"):
+        api.search(model, load_cluster("rtx4090:2"), example_inputs=inputs, options=options)
+    whole = Options(precision="fp64", pins=SMALL)
+    plan = api.search(model, load_cluster("rtx4090:2"), example_inputs=inputs, options=whole)
+    assert plan.schedule.micro_batches == 1
+    assert api.verify(model, inputs, plan=plan, options=whole).ok
+
+
+def test_batch_statistics_are_not_cut():
+    model, inputs = tiny("resnet")
+    with pytest.raises(InfeasibleError, match="batch norm"):
+        api.search(model, load_cluster("rtx4090:1"), example_inputs=inputs, options=Options(micro_batches=2))
+
+
+def add_nothing(self, key, gradient, summed):
+    self.sums[key] = gradient
+
+
+def own_sum_only(self, name, parts, number):
+    return next(self.sums[p, name] for p in parts if (p, name) in self.sums)
+
+
+def another_micro_batch(self, micro_batch):
+    self.pipeline.micro.place({MICRO: 0})
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "tensor"),
+    [
+        ("_add", add_nothing, "gradient of model."),
+        ("_over_stages", own_sum_only, "gradient of model.embed_tokens.weight"),
+        ("_at", another_micro_batch, "loss of step 1"),
+    ],
+)
+def test_a_wrong_step_is_seen(monkeypatch, method, wrong, tensor):
+    captured, plan = planned("tied", SMALL, 4)
+    model, inputs = made("tied")
+    monkeypatch.setattr(Step, method, wrong)
+    report = api.verify(model, inputs, plan=plan, captured=captured, options=Options(precision="fp64"), steps=1)
+    assert not report.ok
+    assert report.first_difference is not None and report.first_difference.name.startswith(tensor)
+
+
+def test_weights_are_gathered_and_gradients_joined_once_a_step(monkeypatch):
+    """ZeRO-1: stored in pieces, whole for all micro-batches, joined over ranks at the end."""
+    captured, plan = planned("tied", {"pp": 1, "dp": 2, "tp": 1, "*.mlp.*": "dp:S(0)"}, 6, memory_limit=2**33)
+    stored = [name for name, p in plan.parameters.items() if "dp:S" in p.layout]
+    assert stored and all("ZeRO-1" in plan.parameters[name].role for name in stored)
+    staged = staging.staged(captured, plan)
+    model, inputs = made("tied")
+    counts: list[str] = []
+    for collective in ("_gather", "_scatter", "_reduce"):
+        real = getattr(View, collective)
+
+        def counted(self, x, axis, *more, real=real, collective=collective):
+            if self.rank == 0 or self.base.rank == 0:
+                counts.append(collective)
+            return real(self, x, axis, *more)
+
+        monkeypatch.setattr(View, collective, counted)
+    run_threads(all_ranks(plan), lambda rt: staged.module(model, rt)(**inputs).loss.backward())
+    assert counts.count("_gather") <= len(stored) + 2
+    assert 0 < counts.count("_scatter") + counts.count("_reduce") <= len(plan.parameters) + 4
+
+
+def test_parts_put_together_are_the_model():
+    """Every op is on one part, but for those that many parts make; values go forwards in the forward only."""
+    captured, plan = planned("tied", {"pp": 4, "dp": 1, "tp": 1}, 4)
+    program = staging.staged(captured, plan).program
+    assert len(program.parts) == 4
+    for passed in program.passed:
+        up = passed.phase is Phase.FORWARD
+        assert all((target > passed.source) is up for target in passed.targets)
+    assert program.shared == {"model.embed_tokens.weight": (0, 3)}
+    gradients = [name for part in program.parts for name in part.sums]
+    parameters = {i.target for i in captured.top.inputs if i.kind is InputKind.PARAMETER}
+    assert set(gradients) == parameters and len(gradients) == len(parameters) + 1
+    assert sum(o.kind is OutputKind.OUTPUT for o in captured.top.outputs) == len(program.last.outputs)
+
+
+def on_ranks(run, name: str = "tied", pins: dict = SMALL, micro_batches: int = 4):
+    captured, plan = planned(name, pins, micro_batches)
+    staged = staging.staged(captured, plan)
+    model, inputs = made(name)
+    return run_threads(all_ranks(plan), lambda rt: run(staged.module(model, rt), inputs))
+
+
+def test_both_forms_of_a_step():
+    """The loss may be scaled; `step` is forward and backward in one; without gradients only the forward runs."""
+
+    def run(module, inputs):
+        out = module(**inputs)
+        (3.0 * out.loss).backward()
+        tripled = {n: p.grad.clone() for n, p in module.named_parameters()}
+        module.zero_grad()
+        loss = module.step(**inputs)
+        once = {n: p.grad.clone() for n, p in module.named_parameters()}
+        module.step(**inputs)
+        twice = {n: p.grad for n, p in module.named_parameters()}
+        with torch.no_grad():
+            quiet = module(**inputs)
+        return out.loss.detach(), loss, quiet.loss, tripled, once, twice, out.logits, module.stage
+
+    for first, loss, quiet, tripled, once, twice, logits, stage in on_ranks(run):
+        assert first == loss == quiet
+        assert once and all(
+            torch.allclose(tripled[n], 3 * g) and torch.allclose(twice[n], 2 * g) for n, g in once.items()
+        )
+        assert logits.is_meta is (stage == 0)
+        assert logits.shape == (12, 8, 96)
+
+
+def test_what_it_can_not_do_is_said():
+    def run(module, inputs):
+        with pytest.raises(InputError, match="for the batch and mode that it was made for"):
+            module(input_ids=inputs["input_ids"][:6], labels=inputs["labels"][:6])
+        loss = module(**inputs).loss
+        loss.backward(retain_graph=True)
+        with pytest.raises(InputError, match="second time"):
+            loss.backward()
+        with pytest.raises(UserError, match="pickled"):
+            module.__reduce_ex__(4)
+        return True
+
+    assert all(on_ranks(run))
+    captured, plan = planned("tied", SMALL, 4)
+    with pytest.raises(PlanError, match="another model|is for model"):
+        api.compile_on(*_of_another(plan))
+
+
+def _of_another(plan):
+    model, inputs = made("skip")
+
+    def nobody(plan, source):
+        raise AssertionError("no rank is asked for")
+
+    return (model, nobody, None, (), inputs), {"plan": plan, "options": Options(precision="fp64")}
+
+
+def train(pins: dict, micro_batches: int):
+    model, inputs = tiny("llama")
+    options = Options(pins=pins, micro_batches=micro_batches)
+    module = autopar.compile(model, load_cluster("rtx4090:2"), example_inputs=inputs, options=options)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(2):
+        loss = module(**inputs).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, module.full_state_dict()
+
+
+@pytest.mark.ranks
+def test_two_processes_train_as_one():
+    losses, state = autopar.launch(lambda: train(SMALL, 4), ranks=2)
+    model, inputs = tiny("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for expected in losses:
+        loss = model(**inputs).loss
+        loss.backward()
+        assert loss.item() == pytest.approx(expected, rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert list(state) == list(model.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.allclose(state[name], value, atol=1e-5), name
