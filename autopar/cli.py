@@ -420,6 +420,9 @@ def verify(
     *,
     ranks: Annotated[int | None, Parameter(help="CPU ranks; default 2, or the plan's devices.")] = None,
     pin: Pins = None,
+    micro_batches: Annotated[
+        int | None, Parameter(help="Micro-batches of a step; with --pin pp=, of a pipeline.")
+    ] = None,
     steps: Annotated[int, Parameter(help="Optimizer steps.")] = 3,
     precision: Literal["fp32", "fp64"] = "fp32",
     model: Annotated[str | None, Parameter(help="For a plan: the model, if its name isn't in the plan.")] = None,
@@ -434,7 +437,8 @@ def verify(
 ) -> None:
     """Run a plan on CPU ranks beside one device: compare loss, gradients, and what optimizer steps leave."""
     pins = arguments.parse_pins(pin or ())
-    for option, value in (("--ranks", ranks), ("--steps", steps), ("--seq", seq), ("--global-batch", global_batch)):
+    positive = {"--ranks": ranks, "--steps": steps, "--seq": seq, "--global-batch": global_batch}
+    for option, value in {**positive, "--micro-batches": micro_batches}.items():
         arguments.check_positive(option, value)
     plan = arguments.plan_or_none(model_or_plan)
     text = arguments.read_text("--code", code)
@@ -443,8 +447,8 @@ def verify(
     if plan is not None:
         if ranks is not None and ranks != plan.cluster.devices:
             raise PlanError(f"plan {model_or_plan}: is for {plan.cluster.devices} ranks, not --ranks {ranks}")
-        if pins:
-            raise UserError("--pin: a plan is already decided; pins go with a model")
+        if pins or micro_batches is not None:
+            raise UserError("--pin, --micro-batches: a plan is already decided; these go with a model")
         ranks = plan.cluster.devices
     else:
         from autopar.catalogue.entries import resolve
@@ -464,7 +468,7 @@ def verify(
             source = load_model(
                 model_or_plan, seq=seq, global_batch=global_batch, precision=precision, tiny=True, device="cpu"
             )
-            options = Options(precision=precision, pins=pins)
+            options = Options(precision=precision, pins=pins, micro_batches=micro_batches)
         progress(f"run {source.name}", 0.0)
         report = api.verify(
             source.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import lru_cache
 
 import pytest
@@ -255,6 +256,32 @@ def test_both_forms_of_a_step():
         assert logits.shape == (12, 8, 96)
 
 
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+def test_the_norm_of_gradients_is_that_of_all_stages(order):
+    """A tied parameter, held by two stages, counts once."""
+
+    def run(module, inputs):
+        module.step(**inputs)
+        norm = module.clip_grad_norm_(0.05, order)
+        return norm, {n: p.grad for n, p in module.named_parameters()}
+
+    model, inputs = made("tied")
+    plain = tiny_copy(model)
+    plain(**inputs).loss.backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05, order)
+    for norm, gradients in on_ranks(run):
+        assert float(norm) == pytest.approx(float(expected), rel=1e-6)
+        for name, p in plain.named_parameters():
+            if name in gradients:
+                assert torch.allclose(gradients[name], p.grad, rtol=1e-4, atol=1e-7), name
+
+
+def tiny_copy(model: nn.Module) -> nn.Module:
+    found = copy.deepcopy(model)
+    found.zero_grad()
+    return found
+
+
 def test_what_it_can_not_do_is_said():
     def run(module, inputs):
         with pytest.raises(InputError, match="captured as"):
@@ -289,6 +316,9 @@ def train(pins: dict, micro_batches: int):
     for _ in range(2):
         loss = module(**inputs).loss
         loss.backward()
+        with pytest.raises(UserError, match=r"module\.clip_grad_norm_"):
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        module.clip_grad_norm_(0.5)
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
@@ -303,6 +333,7 @@ def test_two_processes_train_as_one():
     for expected in losses:
         loss = model(**inputs).loss
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         assert loss.item() == pytest.approx(expected, rel=1e-5)
         optimizer.step()
         optimizer.zero_grad()

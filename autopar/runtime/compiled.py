@@ -66,6 +66,17 @@ class CompiledModule(nn.Module):
         agree_among(self._autopar.rt, str(sorted(state.items())), f"rng state {dict(state)}")
         self._autopar.seed, self._autopar.step = state["seed"], state["step"]
 
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:  # fmt: skip
+        """As torch.nn.utils.clip_grad_norm_ on the whole model's gradients, wherever they are. Collective.
+
+        Gives their norm before clipping, the same on every rank.
+        """
+        return torch.nn.utils.clip_grad_norm_(
+            self.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state as plain tensors on every rank; loads strictly into the plain model. Collective."""
         return self._autopar.weights.full_state_dict()

@@ -18,6 +18,7 @@ from autopar.ir.schedules import build_schedule
 from autopar.ir.staged import JOINED, MICRO, RECEIVED, PartProgram, Passed, Piece, StagedProgram, StagedSource
 from autopar.runtime.comm import Communicator, View
 from autopar.runtime.loaded import Executable
+from autopar.runtime.spread_numbers import is_of_a_stage
 
 SUMMED = "summed "
 """What the name of a sum that gradients are made of begins with."""
@@ -67,6 +68,8 @@ class Pipeline:
         whole = everyone.device_mesh
         if whole is not None and program.mesh.axes:
             self.rt.device_mesh = whole[program.mesh.names]
+            if program.stages > 1:
+                is_of_a_stage(self.rt.device_mesh)
         self.micro = View(everyone, program.parts[0].main.mesh, {MICRO: 0})
         chunks, stages = program.chunks, program.stages
         self.parts = tuple(self._part(c * stages + self.stage, source) for c in range(chunks))

@@ -13,6 +13,9 @@ wrong or missing, and are replaced here for all DTensors of the process:
 - the largest or smallest entry, and the maximum norm, of a tensor of which a rank holds nothing: that rank raises, and
   the others wait for it. Here it has no say.
 
+Gradients of a plan with pipeline stages are those of this rank's stage only: numbers of all cannot be had of them, so
+joining them is an error that names what does it; the flag of `GradScaler` is joined over all stages.
+
 `foreach=True` beside plain gradients is served one tensor at a time.
 """
 
@@ -28,9 +31,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from autopar.errors import UserError
 from autopar.runtime.torch_private import op_handlers, pending_norm, reduced_over
 
 _aten = torch.ops.aten
+_OF_STAGES: dict[DeviceMesh, None] = {}
+"""Meshes of pipeline stages: their tensors are a part of the model's."""
+
+
+def is_of_a_stage(mesh: DeviceMesh) -> None:
+    """From now on: what is on this mesh belongs to one stage of several."""
+    _OF_STAGES[mesh] = None
 
 
 def serve_whole_numbers() -> None:
@@ -66,6 +77,11 @@ def _stack(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     followed = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if followed or any(x.dim() for x in tensors):
         return torch.cat([x.unsqueeze(dim) for x in tensors], dim)
+    if any(isinstance(x, DTensor) and x.device_mesh in _OF_STAGES for x in tensors):
+        raise UserError(
+            "numbers of this stage's tensors are joined as if they were the model's: clip gradients by "
+            "module.clip_grad_norm_(max_norm), which knows all stages"
+        )
     return torch.stack(whole_numbers(tensors), dim)
 
 
@@ -178,3 +194,5 @@ def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for mesh in meshes:
         for axis in range(mesh.ndim):
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    if any(mesh in _OF_STAGES for mesh in meshes):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
