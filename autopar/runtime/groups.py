@@ -49,7 +49,12 @@ class GroupCommunicator(Communicator):
         dist.all_gather_single(_real(out).view(-1), _real(x).reshape(-1), group=self._groups[axis])
         return out
 
-    def _scatter(self, x: Tensor, axis: str) -> Tensor:
+    def _scatter(self, x: Tensor, axis: str, own: bool) -> Tensor:
+        if self.device.type == "cpu":
+            # gloo's is an all-reduce of a copy: where x can be given up the copy is spared.
+            summed = x if own else x.clone()
+            dist.all_reduce(_real(summed), group=self._groups[axis])
+            return summed[self.index(axis)].clone()
         out = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
         dist.reduce_scatter_single(_real(out).reshape(-1), _real(x).reshape(-1), group=self._groups[axis])
         return out

@@ -207,7 +207,7 @@ class ParallelModule(nn.Module):
         state = self._autopar
         if state.measuring is not None:
             state.measuring.stop()
-        state.measuring = Measuring(steps, state.rt, state.live_bytes)
+        state.measuring = Measuring(steps, state.rt, state.tensors)
 
     def report(self, path: str | Path | None = None) -> RunReport:
         """Predicted against measured time and memory, in all and by class of op and by collective; rank 0 prints it.
@@ -351,13 +351,11 @@ class _State:
         self.measuring.restart()
         return program.ticking[0]
 
-    def live_bytes(self) -> int:
-        """Bytes of parameters, their gradients, buffers and constants that are there."""
-        tensors = [unwrap(p) for p in self.weights.parameters.values()]
-        tensors += [unwrap(p.grad) for p in self.weights.parameters.values() if p.grad is not None]
-        tensors += [*self.weights.buffers.values(), *(c for p in self.programs.values() for c in p.constants)]
-        held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-        return sum(held.values())
+    def tensors(self) -> list[Tensor]:
+        """Parameters, their gradients, buffers and constants that are there; pieces of spread ones."""
+        found = [unwrap(p) for p in self.weights.parameters.values()]
+        found += [unwrap(p.grad) for p in self.weights.parameters.values() if p.grad is not None]
+        return [*found, *self.weights.buffers.values(), *(c for p in self.programs.values() for c in p.constants)]
 
     def add_first(self, source: Source) -> None:
         """The program that the module was compiled with."""
