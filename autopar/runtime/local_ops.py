@@ -274,7 +274,7 @@ def _statistics(rt: Communicator, x: Tensor, axes: Axes, count: int | None) -> t
     count = x.numel() // x.shape[1] * rt.size(axes) if count is None else count
     middle = rt.all_reduce(wide.sum(dims), axes) / count
     apart = wide - middle.view(shape)
-    return middle, rt.all_reduce((apart * apart).sum(dims), axes) / count, count
+    return middle, rt.all_reduce(apart.mul_(apart).sum(dims), axes) / count, count
 
 
 def batch_norm_functional(
@@ -309,11 +309,11 @@ def _normalised(
 ) -> tuple[Tensor, Tensor]:
     shape = _channels(x)[1]
     rstd = (var + eps).rsqrt()
-    out = (_wide(x) - middle.view(shape)) * rstd.view(shape)
+    out = (_wide(x) - middle.view(shape)).mul_(rstd.view(shape))
     if weight is not None:
-        out = out * weight.view(shape)
+        out.mul_(weight.view(shape))
     if bias is not None:
-        out = out + bias.view(shape)
+        out.add_(bias.view(shape))
     return out.to(x.dtype), rstd
 
 
@@ -326,13 +326,13 @@ def batch_norm_backward(
     dims, shape = _channels(x)
     count = x.numel() // x.shape[1] * rt.size(axes) if count is None else count
     wide = _wide(grad)
-    unit = (_wide(x) - mean.view(shape)) * rstd.view(shape)
+    unit = (_wide(x) - mean.view(shape)).mul_(rstd.view(shape))
     of_offset, of_scale = rt.all_reduce(torch.stack([wide.sum(dims), (wide * unit).sum(dims)]), axes).unbind()
     found: Tensor | None = None
     if mask[0]:
         factor = rstd if weight is None else rstd * weight
-        rest = (of_offset.view(shape) + unit * of_scale.view(shape)) / count
-        found = ((wide - rest) * factor.view(shape)).to(x.dtype)
+        rest = unit.mul_(of_scale.view(shape)).add_(of_offset.view(shape)).div_(count)
+        found = torch.sub(wide, rest, out=rest).mul_(factor.view(shape)).to(x.dtype)
     kind = x.dtype if weight is None else weight.dtype
     return found, of_scale.to(kind) if mask[1] else None, of_offset.to(kind) if mask[2] else None
 

@@ -159,6 +159,7 @@ class ParallelModule(nn.Module):
         program, given = state.program_for(args, kwargs)
         if state.measuring is not None:
             state.begin_measured(program)
+            state.measuring.hold((), given.values())
             with state.measured("forward_s"):
                 return self._forward(program, given)
         return self._forward(program, given)
@@ -166,6 +167,8 @@ class ParallelModule(nn.Module):
     def _forward(self, program: _Program, given: dict[str, Any]) -> Any:
         state = self._autopar
         inputs = [_place(given[path], dtype, layout, state.rt) for path, (layout, dtype) in program.inputs.items()]
+        if state.measuring is not None:
+            state.measuring.hold(inputs, ())
         names = list(program.executable.parameters)
         parameters = [state.weights.parameters[state.weights.first[n]] for n in names]
         sources = [given[path] for path in program.executable.differentiated]

@@ -188,6 +188,11 @@ class Measuring:
         step.started = time.perf_counter()
         self._open = kind, step
 
+    def hold(self, tensors: Iterable[object], given: Iterable[object]) -> None:
+        """The open step's inputs on this rank, and the arguments that they are cut from."""
+        if self._memory is not None:
+            self._memory.hold(tensors, given)
+
     def restart(self) -> None:
         """The program of the open step starts: what went before is no line's time."""
         if self._open is not None and self._open[1].lines is not None:
@@ -282,6 +287,12 @@ class _Memory:
         else:
             self._held = Held()
             self._held.see(there)
+
+    def hold(self, tensors: Iterable[object], given: Iterable[object]) -> None:
+        """A rank's own tensors, made of what the caller has given and holds."""
+        if self._held is not None:
+            self._held.leave_out(given)
+            self._held.see(tensors)
 
     def watching(self) -> AbstractContextManager[object]:
         """Around what is part of the step."""

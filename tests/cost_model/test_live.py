@@ -55,6 +55,21 @@ def test_the_counter_counts() -> None:
     assert (live.now_bytes, live.peak_bytes) == (0, 8064)
 
 
+def test_what_others_hold_is_left_out() -> None:
+    given = torch.ones(1000)
+    with Held() as live:
+        live.leave_out([given])
+        part = given[:500] + 0
+        assert given.view(10, 100).sum() == 1000
+        assert live.now_bytes == 2048
+        live.see([given])
+        assert live.now_bytes == 2048 + 4032
+        live.leave_out([part])  # counted already
+        assert live.now_bytes == 2048 + 4032
+        del part
+    assert (live.now_bytes, live.peak_bytes) == (4032, 2048 + 4032)
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "pins"),
     [
