@@ -25,6 +25,11 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def storage_uses(tensor: Tensor) -> int:
+    """By how many tensors, here or inside torch, its storage is held; one more for asking."""
+    return int(torch._C._storage_Use_Count(storage_key(tensor)))
+
+
 def leave(mode: TorchDispatchMode) -> None:
     """Leave a mode that was entered, unless another one has been entered since and not left."""
     if _get_current_dispatch_mode() is mode:  # type: ignore[no-untyped-call]
