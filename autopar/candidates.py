@@ -260,4 +260,4 @@ def step_memory(captured: CapturedGraph, program: Program, plan: Plan) -> StageM
     """What a rank of a plan's cluster holds during a step of its program."""
     gpus = plan.cluster.spec is None or plan.cluster.spec.backend == "nccl"
     state = options_of(plan).optimizer_bytes_per_parameter
-    return program_memory(captured, program, state, rounding=ROUND if gpus else ROUND_CPU, together=gpus)
+    return program_memory(captured, program, state, rounding=ROUND if gpus else ROUND_CPU, gpus=gpus)

@@ -256,7 +256,10 @@ def predict(
     ] = "flash",
     no_sequence_parallel: Annotated[bool, Parameter(help="Norms and residuals whole on every tensor rank.")] = False,
     trains: Annotated[
-        Literal["all", "adapters"], Parameter(help="All parameters, or low-rank adapters on frozen ones.")
+        Literal["all", "adapters", "adapters-everywhere"],
+        Parameter(
+            help="All parameters, or low-rank adapters on frozen ones: at queries, keys, values, or at all products."
+        ),
     ] = "all",
     software: Annotated[
         float | None, Parameter(help="Year of the software, such as 2024.5; default: the newest measured.")

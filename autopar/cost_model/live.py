@@ -40,16 +40,17 @@ divided. An update of all at once holds one of each."""
 
 
 def program_memory(
-    captured: CapturedGraph, program: Program, state_bytes: int, *, rounding: int = ROUND, together: bool = True
+    captured: CapturedGraph, program: Program, state_bytes: int, *, rounding: int = ROUND, gpus: bool = True
 ) -> StageMemory:
     """The most that a rank holds during a step, and what holds it.
 
     Args:
         state_bytes: of optimizer state for each element of a parameter.
-        together: the optimizer updates all parameters at once, as torch's does on GPUs, not one after the other.
+        gpus: the optimizer updates all parameters at once, as torch's does there, and NCCL scatters sums; elsewhere one
+            parameter after the other, and gloo sums all before it scatters.
     """
-    live = _Live(captured, program, rounding)
-    live.run(together)
+    live = _Live(captured, program, rounding, whole_sums=not gpus)
+    live.run(gpus)
     exact, state = live.state(state_bytes)
     peak, at, owners, kinds = live.peak
     owners += Counter({STATE: exact, ROUNDING: state - exact})
@@ -59,16 +60,17 @@ def program_memory(
     return StageMemory(stage=0, peak_bytes=peak + state, at=at, contributors=tuple(listed), kinds=in_order)
 
 
-def staging_bytes(step: ReshardStep, ndim: int, before: int, after: int) -> int:
+def staging_bytes(step: ReshardStep, ndim: int, before: int, after: int, *, whole_sums: bool = False) -> int:
     """Bytes that a collective holds beside its input and its result, of so many bytes (`runtime.comm`).
 
     Pieces travel as rows: a dim other than the first is cut into rows before, and joined from rows afterwards.
+    `whole_sums`: the sum of a reduce-scatter is made in a copy of all of the input (`runtime.groups`).
     """
     match step.collective:
         case Collective.ALL_GATHER:
             return after if step.dim % ndim else 0
         case Collective.REDUCE_SCATTER:
-            return before if step.dim % ndim else 0
+            return before if whole_sums or step.dim % ndim else 0
         case Collective.ALL_TO_ALL:
             cut = before if step.to_dim % ndim else 0
             return max(cut, before if step.dim % ndim else 0)
@@ -94,6 +96,7 @@ class _Live:
     captured: CapturedGraph
     program: Program
     rounding: int
+    whole_sums: bool = False
     now: int = 0
     by_owner: Counter[str] = field(default_factory=Counter)
     by_kind: Counter[str] = field(default_factory=Counter)
@@ -238,7 +241,8 @@ class _Live:
         for part in step.steps:
             before = at.exact
             at = self._hold(at if part.view else self._new(part.after.meta, owner))
-            staged = staging_bytes(part.step, len(part.after.meta.shape), before, part.after.meta.nbytes)
+            ndim, after = len(part.after.meta.shape), part.after.meta.nbytes
+            staged = staging_bytes(part.step, ndim, before, after, whole_sums=self.whole_sums)
             self._beside(self.rounded(staged), STAGING, owner)
             self._set(held, step.after.name, at)
             self._release(at)

@@ -12,7 +12,7 @@ from autopar.ir.transformer import Transformer
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["flash", "plain"]
-Trains = Literal["all", "adapters"]
+Trains = Literal["all", "adapters", "adapters-everywhere"]
 
 LATEST_SOFTWARE = 2026.5
 """Years with a fraction. Newer software than the newest measured is not taken to be faster."""
@@ -33,7 +33,8 @@ class Configuration:
         precision: of the matrices' inputs; parameters' master copies and optimizer state are fp32 below fp32.
         sequence_parallel: norms and residuals cut over tp along the sequence.
         attention: fused kernel, or scores in memory.
-        trains: all parameters, or low-rank adapters on frozen ones.
+        trains: all parameters, or low-rank adapters on frozen ones: beside the product that makes queries, keys and
+            values alone, or beside every product of a layer.
         software: year of the software, with fraction: kernels of 2022 are not those of 2026.
     """
 

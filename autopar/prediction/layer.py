@@ -20,6 +20,13 @@ TENSOR_FORWARD, TENSOR_BACKWARD = 4, 5
 matrices cut by columns are gathered once more for the weights' gradient (arXiv 2205.05198, section 4.2.2). Without
 sequence parallelism they are there: two of these are an all-reduce then, four in all."""
 EXPERT_BACKWARD_POINTWISE = 1.5
+ADAPTER_FORWARD, ADAPTER_BACKWARD = (1, 4), (5, 2)
+"""Passes over (inputs, outputs) of a product with a low-rank adapter beside it, whose own flops are nothing: forward
+its input is read, its output written, read, and added to the product's, read and written; backward the output's
+gradient is read for each of its two matrices, its input for one, and the input's gradient written, read and added to
+the product's."""
+BESIDE_ATTENTION, BESIDE_FEED_FORWARD = 3, 2
+"""Adapters that read one input: each of queries, keys and values, and of a gated feed-forward's two, has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +108,11 @@ def _attention(setting: Setting) -> tuple[Amounts, Amounts]:
     casts = speed.memory_us(sum(speed.cast_bytes(m * k) for m, k, _, _ in matrices))
     tensor = _tensor_us(setting) / 2
     context = _context_us(setting)
+    beside, beside_back = _attention_adapters(setting)
     forward = Amounts(
         matrices=_forward_us(setting, matrices),
         attention=core,
-        pointwise=pointwise,
+        pointwise=pointwise + beside,
         casts=casts,
         tensor=TENSOR_FORWARD * tensor,
         context=context,
@@ -112,7 +120,7 @@ def _attention(setting: Setting) -> tuple[Amounts, Amounts]:
     backward = Amounts(
         matrices=_backward_us(setting, matrices),
         attention=core_back,
-        pointwise=2 * pointwise,
+        pointwise=2 * pointwise + beside_back,
         casts=2 * casts,
         tensor=_tensor_backward(setting) * tensor,
         context=2 * context,
@@ -127,14 +135,48 @@ def _feed_forward(setting: Setting) -> tuple[Amounts, Amounts]:
     pointwise = speed.pointwise_us(_activation_bytes(setting, setting.tokens, width))
     casts = speed.memory_us(speed.cast_bytes(setting.tokens * (model.hidden + width)))
     tensor = _tensor_us(setting) / 2
+    beside, beside_back = _feed_forward_adapters(setting, setting.tokens, width)
     forward = Amounts(
-        matrices=_forward_us(setting, matrices), pointwise=pointwise, casts=casts, tensor=TENSOR_FORWARD * tensor
+        matrices=_forward_us(setting, matrices),
+        pointwise=pointwise + beside,
+        casts=casts,
+        tensor=TENSOR_FORWARD * tensor,
     )
     backward = Amounts(
         matrices=_backward_us(setting, matrices),
-        pointwise=2 * pointwise,
+        pointwise=2 * pointwise + beside_back,
         casts=2 * casts,
         tensor=_tensor_backward(setting) * tensor,
+    )
+    return forward, backward
+
+
+def _attention_adapters(setting: Setting) -> tuple[float, float]:
+    """(forward, backward) µs of the adapters around attention."""
+    matrices = [(k, n) for k, n, _ in setting.model.attention_matrices(setting.config.tp)]
+    if setting.config.trains == "adapters":
+        return _adapters_us(setting, setting.tokens, [(*matrices[0], 1)])
+    first = BESIDE_ATTENTION if setting.model.latent is None else 1
+    return _adapters_us(setting, setting.tokens, [(*matrices[0], first), *((k, n, 1) for k, n in matrices[1:])])
+
+
+def _feed_forward_adapters(setting: Setting, rows: float, width: float) -> tuple[float, float]:
+    """(forward, backward) µs of the adapters in a feed-forward of so many rows."""
+    if setting.config.trains != "adapters-everywhere":
+        return 0.0, 0.0
+    model = setting.model
+    into = BESIDE_FEED_FORWARD if model.gated else 1
+    return _adapters_us(setting, rows, [(model.hidden, width * into, into), (width, model.hidden, 1)])
+
+
+def _adapters_us(setting: Setting, rows: float, beside: list[tuple[float, float, int]]) -> tuple[float, float]:
+    """(forward, backward) µs of adapters beside products of (inputs, outputs, how many adapters read the inputs)."""
+    if setting.config.trains == "all":
+        return 0.0, 0.0
+    inputs = rows * setting.item_bytes * sum(k * readers for k, _, readers in beside)
+    outputs = rows * setting.item_bytes * sum(n for _, n, _ in beside)
+    forward, backward = (
+        setting.speed.memory_us(i * inputs + o * outputs) for i, o in (ADAPTER_FORWARD, ADAPTER_BACKWARD)
     )
     return forward, backward
 
@@ -159,12 +201,12 @@ def _experts(setting: Setting) -> tuple[Amounts, Amounts]:
     exchange = 2 * setting.exchange_us(tokens * model.hidden * setting.item_bytes, experts.top_k, config.ep)
     host = rates.host_us[speed.own.host]
     slower = 1 + rates.slower_before * (1 - speed.maturity)
+    beside, beside_back = _feed_forward_adapters(setting, visits, float(experts.width))
     matrices = _forward_us(setting, groups) / rates.matmul + _forward_us(setting, shared)
     back = _backward_us(setting, groups) / rates.matmul + _backward_us(setting, shared)
-    forward = Amounts(matrices=matrices, pointwise=pointwise, casts=casts, experts=exchange) * slower
-    backward = Amounts(
-        matrices=back, pointwise=EXPERT_BACKWARD_POINTWISE * pointwise, casts=2 * casts, experts=exchange
-    )
+    forward = Amounts(matrices=matrices, pointwise=pointwise + beside, casts=casts, experts=exchange) * slower
+    moved_back = EXPERT_BACKWARD_POINTWISE * pointwise + beside_back
+    backward = Amounts(matrices=back, pointwise=moved_back, casts=2 * casts, experts=exchange)
     return forward + Amounts(host=host), backward * slower + Amounts(host=EXPERT_BACKWARD_POINTWISE * host)
 
 

@@ -231,9 +231,8 @@ class _Builder:
 
 def _tasks(setting: Setting, amounts: Amounts, name: str, gather: float = 0.0, reduce: float = 0.0) -> list[Task]:
     """In the order of a layer. Transfers go beside computation but for the part that it waits for."""
-    exposed, config = setting.speed.rates.exposed, setting.config
-    overlaps = config.software >= exposed.overlap_since
-    tensor = exposed.tensor if overlaps else exposed.tensor_before_overlap
+    exposed = setting.speed.rates.exposed
+    tensor = _exposed_tensor(setting)
     found: list[Task] = []
 
     def add(what: str, kind: str, us: float, stream: str = COMPUTE, after: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -256,6 +255,18 @@ def _tasks(setting: Setting, amounts: Amounts, name: str, gather: float = 0.0, r
     add("tokens to experts, hidden", "all-to-all", amounts.experts * (1 - exposed.experts), EXPERT)
     add("reduce gradients", "reduce-scatter", reduce, DATA)
     return found
+
+
+def _exposed_tensor(setting: Setting) -> float:
+    """Part of the transfers over tp that computation waits for.
+
+    A gather or a scatter goes beside the pieces of the product that it feeds or takes from; an all-reduce, without
+    sequence parallelism, has to wait for all of the product, and what is next for all of it.
+    """
+    exposed, config = setting.speed.rates.exposed, setting.config
+    if config.software < exposed.overlap_since:
+        return exposed.tensor_before_overlap
+    return exposed.tensor if config.sequence_parallel else 1.0
 
 
 class _Joined:

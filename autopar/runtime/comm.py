@@ -71,8 +71,8 @@ class Communicator(ABC):
         """[n, *x.shape] of the n ranks' contiguous x."""
 
     @abstractmethod
-    def _scatter(self, x: Tensor, axis: str) -> Tensor:
-        """x: [n, *shape], contiguous -> the sum over the axis of each rank's x[own index]."""
+    def _scatter(self, x: Tensor, axis: str, own: bool) -> Tensor:
+        """x: [n, *shape], contiguous -> the sum over the axis of each rank's x[own index]; `own`: to be written to."""
 
     @abstractmethod
     def _exchange(self, x: Tensor, axis: str) -> Tensor:
@@ -137,11 +137,13 @@ class Communicator(ABC):
 
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int, unit: int = 1) -> Tensor:
         """This rank's piece in dim `dim` of the sum over the axis."""
+        given = x
         for name in names_of(axis):
             n, whole = self.size(name), x.shape[dim]
             if n > 1:
                 parts = _split(x, dim, n, chunk(whole, n, unit))
-                x = self._scatter(parts, name) if parts.numel() else parts[0]
+                own = parts.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
+                x = self._scatter(parts, name, own) if parts.numel() else parts[0]
                 x = _trimmed(x, dim, self.piece(whole, name, unit).length)
         return x.contiguous()
 
@@ -242,7 +244,7 @@ class Alone(Communicator):
     def _gather(self, x: Tensor, axis: str) -> Tensor:
         raise AssertionError("one device gathers nothing")
 
-    def _scatter(self, x: Tensor, axis: str) -> Tensor:
+    def _scatter(self, x: Tensor, axis: str, own: bool) -> Tensor:
         raise AssertionError("one device scatters nothing")
 
     def _exchange(self, x: Tensor, axis: str) -> Tensor:

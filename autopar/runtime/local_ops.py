@@ -50,7 +50,8 @@ def embedding(rt: Communicator, weight: Tensor, indices: Tensor, axes: Axes, fir
     if not weight.shape[0]:
         return weight.new_zeros((*indices.shape, weight.shape[1]))
     own, inside = _rows(rt, indices, weight.shape[0], axes, first)
-    return torch.where(inside.unsqueeze(-1), aten.embedding.default(weight, own), _zero(weight))
+    found: Tensor = aten.embedding.default(weight, own)
+    return found.masked_fill_(~inside.unsqueeze(-1), 0)
 
 
 def embedding_backward(
@@ -147,6 +148,8 @@ def convolution_bias_once(
 
 
 # Reductions with talk inside ------------------------------------------------------------------------------------------
+# In place where what is written to is this function's own: one tensor of the piece's size at a time beside the result,
+# as torch's own kernels have it, or none.
 
 
 def mean(rt: Communicator, op: str, axes: Axes, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -179,24 +182,24 @@ def _largest(rt: Communicator, x: Tensor, dim: Any, axes: Axes) -> Tensor:
 def softmax(rt: Communicator, x: Tensor, dim: int, axes: Axes, dtype: torch.dtype) -> Tensor:
     """softmax over a cut dim: the maximum and the sum of exponentials are taken over the axes."""
     wide = _wide(x)
-    exp = (wide - _largest(rt, wide, dim, axes)).exp()
-    return (exp / rt.all_reduce(exp.sum(dim, keepdim=True), axes)).to(dtype)
+    exp = (wide - _largest(rt, wide, dim, axes)).exp_()
+    return exp.div_(rt.all_reduce(exp.sum(dim, keepdim=True), axes)).to(dtype)
 
 
 def safe_softmax(rt: Communicator, x: Tensor, dim: int, axes: Axes, dtype: torch.dtype) -> Tensor:
     """softmax over a cut dim that gives 0 where a whole row is -inf."""
     wide = _wide(x.to(dtype))
     largest = _largest(rt, wide, dim, axes)
-    exp = (wide - torch.where(largest == -math.inf, _zero(largest), largest)).exp()
+    exp = (wide - torch.where(largest == -math.inf, _zero(largest), largest)).exp_()
     total = rt.all_reduce(exp.sum(dim, keepdim=True), axes)
-    return torch.where(total == 0, _zero(total), exp / total).to(dtype)
+    return exp.div_(total).masked_fill_(total == 0, 0).to(dtype)
 
 
 def log_softmax(rt: Communicator, x: Tensor, dim: int, axes: Axes, dtype: torch.dtype) -> Tensor:
     """log_softmax over a cut dim."""
     wide = _wide(x)
     moved = wide - _largest(rt, wide, dim, axes)
-    return (moved - rt.all_reduce(moved.exp().sum(dim, keepdim=True), axes).log()).to(dtype)
+    return moved.sub_(rt.all_reduce(moved.exp().sum(dim, keepdim=True), axes).log()).to(dtype)
 
 
 def softmax_backward(
@@ -204,7 +207,8 @@ def softmax_backward(
 ) -> Tensor:
     """grad · output - output · sum(grad · output)."""
     product = _wide(grad) * _wide(output)
-    return (product - _wide(output) * rt.all_reduce(product.sum(dim, keepdim=True), axes)).to(dtype)
+    total = rt.all_reduce(product.sum(dim, keepdim=True), axes)
+    return product.sub_(_wide(output) * total).to(dtype)
 
 
 def log_softmax_backward(
@@ -212,7 +216,9 @@ def log_softmax_backward(
 ) -> Tensor:
     """grad - exp(output) · sum(grad)."""
     wide = _wide(grad)
-    return (wide - _wide(output).exp() * rt.all_reduce(wide.sum(dim, keepdim=True), axes)).to(dtype)
+    total = rt.all_reduce(wide.sum(dim, keepdim=True), axes)
+    part = _wide(output).exp().mul_(total)
+    return torch.sub(wide, part, out=part).to(dtype)
 
 
 def logsumexp(rt: Communicator, axes: Axes, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
@@ -220,7 +226,7 @@ def logsumexp(rt: Communicator, axes: Axes, x: Tensor, dim: Any, keepdim: bool =
     wide = _wide(x)
     largest = _largest(rt, wide, dim, axes)
     largest = torch.where(largest.isinf(), _zero(largest), largest)
-    total = rt.all_reduce((wide - largest).exp().sum(dim, keepdim=True), axes)
+    total = rt.all_reduce((wide - largest).exp_().sum(dim, keepdim=True), axes)
     found = (total.log() + largest).to(x.dtype)
     return found if keepdim else found.squeeze([dim] if isinstance(dim, int) else list(dim))
 
@@ -268,7 +274,7 @@ def _statistics(rt: Communicator, x: Tensor, axes: Axes, count: int | None) -> t
     count = x.numel() // x.shape[1] * rt.size(axes) if count is None else count
     middle = rt.all_reduce(wide.sum(dims), axes) / count
     apart = wide - middle.view(shape)
-    return middle, rt.all_reduce((apart * apart).sum(dims), axes) / count, count
+    return middle, rt.all_reduce(apart.mul_(apart).sum(dims), axes) / count, count
 
 
 def batch_norm_functional(
@@ -303,11 +309,11 @@ def _normalised(
 ) -> tuple[Tensor, Tensor]:
     shape = _channels(x)[1]
     rstd = (var + eps).rsqrt()
-    out = (_wide(x) - middle.view(shape)) * rstd.view(shape)
+    out = (_wide(x) - middle.view(shape)).mul_(rstd.view(shape))
     if weight is not None:
-        out = out * weight.view(shape)
+        out.mul_(weight.view(shape))
     if bias is not None:
-        out = out + bias.view(shape)
+        out.add_(bias.view(shape))
     return out.to(x.dtype), rstd
 
 
@@ -320,13 +326,13 @@ def batch_norm_backward(
     dims, shape = _channels(x)
     count = x.numel() // x.shape[1] * rt.size(axes) if count is None else count
     wide = _wide(grad)
-    unit = (_wide(x) - mean.view(shape)) * rstd.view(shape)
+    unit = (_wide(x) - mean.view(shape)).mul_(rstd.view(shape))
     of_offset, of_scale = rt.all_reduce(torch.stack([wide.sum(dims), (wide * unit).sum(dims)]), axes).unbind()
     found: Tensor | None = None
     if mask[0]:
         factor = rstd if weight is None else rstd * weight
-        rest = (of_offset.view(shape) + unit * of_scale.view(shape)) / count
-        found = ((wide - rest) * factor.view(shape)).to(x.dtype)
+        rest = unit.mul_(of_scale.view(shape)).add_(of_offset.view(shape)).div_(count)
+        found = torch.sub(wide, rest, out=rest).mul_(factor.view(shape)).to(x.dtype)
     kind = x.dtype if weight is None else weight.dtype
     return found, of_scale.to(kind) if mask[1] else None, of_offset.to(kind) if mask[2] else None
 

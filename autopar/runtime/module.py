@@ -151,6 +151,7 @@ class ParallelModule(CompiledModule):
         program, given = state.program_for(args, kwargs)
         if state.measuring is not None:
             state.begin_measured(program)
+            state.measuring.hold((), given.values())
             with state.measured("forward_s"):
                 return self._forward(program, given)
         return self._forward(program, given)
@@ -158,6 +159,8 @@ class ParallelModule(CompiledModule):
     def _forward(self, program: _Program, given: dict[str, Any]) -> Any:
         state = self._autopar
         inputs = [_place(given[path], dtype, layout, state.rt) for path, (layout, dtype) in program.inputs.items()]
+        if state.measuring is not None:
+            state.measuring.hold(inputs, ())
         names = list(program.executable.parameters)
         parameters = [state.weights.parameters[state.weights.first[n]] for n in names]
         sources = [given[path] for path in program.executable.differentiated]
@@ -178,7 +181,7 @@ class ParallelModule(CompiledModule):
         state = self._autopar
         if state.measuring is not None:
             state.measuring.stop()
-        state.measuring = Measuring(steps, state.rt, state.live_bytes)
+        state.measuring = Measuring(steps, state.rt, state.tensors)
 
     def report(self, path: str | Path | None = None) -> RunReport:
         """Predicted against measured time and memory, in all and by class of op and by collective; rank 0 prints it.
@@ -275,13 +278,11 @@ class _State:
         self.measuring.restart()
         return program.ticking[0]
 
-    def live_bytes(self) -> int:
-        """Bytes of parameters, their gradients, buffers and constants that are there."""
-        tensors = [unwrap(p) for p in self.weights.parameters.values()]
-        tensors += [unwrap(p.grad) for p in self.weights.parameters.values() if p.grad is not None]
-        tensors += [*self.weights.buffers.values(), *(c for p in self.programs.values() for c in p.constants)]
-        held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-        return sum(held.values())
+    def tensors(self) -> list[Tensor]:
+        """Parameters, their gradients, buffers and constants that are there; pieces of spread ones."""
+        found = [unwrap(p) for p in self.weights.parameters.values()]
+        found += [unwrap(p.grad) for p in self.weights.parameters.values() if p.grad is not None]
+        return [*found, *self.weights.buffers.values(), *(c for p in self.programs.values() for c in p.constants)]
 
     def add_first(self, source: Source) -> None:
         """The program that the module was compiled with."""

@@ -128,7 +128,7 @@ class ThreadCommunicator(Communicator):
     def _gather(self, x: Tensor, axis: str) -> Tensor:
         return self._swap(x, axis, torch.stack)
 
-    def _scatter(self, x: Tensor, axis: str) -> Tensor:
+    def _scatter(self, x: Tensor, axis: str, own: bool) -> Tensor:
         at = self.index(axis)
         return self._swap(x, axis, lambda all_: _sum([t[at] for t in all_]))
 

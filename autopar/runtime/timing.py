@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import ast
 import datetime
-import os
 import statistics
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.errors import UserError
@@ -28,6 +27,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.profile import OPTIMIZER, Fingerprint, op_class
 from autopar.ir.program import Made, Source
 from autopar.runtime.comm import Communicator
+from autopar.runtime.held import Held
+from autopar.runtime.torch_private import leave
 
 NOTHING = "report: no step was measured; call module.measure(steps=3), train 8 steps or more, then report again"
 SIMPLE = (ast.Assign, ast.AugAssign, ast.Expr, ast.Delete)
@@ -135,17 +136,17 @@ class Measuring:
     The optimizer is any that steps meanwhile.
     """
 
-    def __init__(self, steps: int, rt: Communicator, live_bytes: Callable[[], int]) -> None:
+    def __init__(self, steps: int, rt: Communicator, there: Callable[[], Iterable[object]]) -> None:
         if steps < 1:
             raise UserError(f"measure(steps={steps}): wanted 1 or more")
         self.rt = rt
         self.left = [WARM_UP] + [PLAIN] * steps + [TIMED] * steps + [MEMORY]
         self.done: dict[str, list[_Step]] = {WARM_UP: [], PLAIN: [], TIMED: [], MEMORY: []}
         self.spans: list[float] = []
-        self._live_bytes = live_bytes
+        self._there = there
         self._open: tuple[str, _Step] | None = None
         self._memory: _Memory | None = None
-        self._state_bytes = 0
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._optimizer_start = 0.0
         self._hooks = [
             register_optimizer_step_pre_hook(lambda *_: self._before_update()),  # type: ignore[arg-type]
@@ -182,9 +183,15 @@ class Measuring:
             step.lines = Ticker.tried(self.rt.device)
             self.rt.tick = step.lines
         elif kind == MEMORY:
-            self._memory = _Memory(self.rt.device, self._live_bytes() + self._state_bytes)
+            state = [x for o in self._optimizers for held in o.state.values() for x in held.values()]
+            self._memory = _Memory(self.rt.device, [*self._there(), *state])
         step.started = time.perf_counter()
         self._open = kind, step
+
+    def hold(self, tensors: Iterable[object], given: Iterable[object]) -> None:
+        """The open step's inputs on this rank, and the arguments that they are cut from."""
+        if self._memory is not None:
+            self._memory.hold(tensors, given)
 
     def restart(self) -> None:
         """The program of the open step starts: what went before is no line's time."""
@@ -199,7 +206,8 @@ class Measuring:
             return
         step = self._open[1]
         start = time.perf_counter()
-        yield
+        with nullcontext() if self._memory is None else self._memory.watching():
+            yield
         if self.rt.device.type == "cuda":
             torch.cuda.synchronize(self.rt.device)
         step.ended = time.perf_counter()
@@ -225,14 +233,18 @@ class Measuring:
 
     def _before_update(self) -> None:
         self._optimizer_start = time.perf_counter()
+        if self._memory is not None:
+            self._memory.before_update()
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._memory is not None:
+            self._memory.after_update()
         if self._open is not None:
             if self.rt.device.type == "cuda":
                 torch.cuda.synchronize(self.rt.device)
             self._open[1].ended = time.perf_counter()
             self._open[1].optimizer_s += self._open[1].ended - self._optimizer_start
-        self._state_bytes = _nbytes(x for state in optimizer.state.values() for x in state.values())
+        self._optimizers.add(optimizer)
 
     def report(self, hardware: Fingerprint | None) -> RunReport:
         """Medians of what was measured. UserError where not one step was."""
@@ -262,37 +274,45 @@ def _median_us(seconds: Iterable[float]) -> float:
     return float(statistics.median(seconds)) * 1e6
 
 
-def _nbytes(tensors: Any) -> int:
-    """Bytes that these tensors hold here, pieces of spread ones."""
-    found = (getattr(x, "_local_tensor", x) for x in tensors if isinstance(x, Tensor))
-    return sum(x.untyped_storage().nbytes() for x in found)
-
-
 @final
 class _Memory:
-    """The peak of live tensors over a step, counted by the allocator; `live_bytes`: those there before."""
+    """The peak over a step: on a GPU what its allocator gave out, elsewhere storages that are alive while the module or
+    the optimizer runs; `there`: tensors from before."""
 
-    def __init__(self, device: torch.device, live_bytes: int) -> None:
-        self.device, self.live_bytes = device, live_bytes
-        self._profile: Any = None
+    def __init__(self, device: torch.device, there: Iterable[object]) -> None:
+        self.device = device
+        self._held: Held | None = None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it tells stderr that it starts and stops
-            self._profile = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)
-            self._profile.__enter__()
+            self._held = Held()
+            self._held.see(there)
+
+    def hold(self, tensors: Iterable[object], given: Iterable[object]) -> None:
+        """A rank's own tensors, made of what the caller has given and holds."""
+        if self._held is not None:
+            self._held.leave_out(given)
+            self._held.see(tensors)
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Around what is part of the step."""
+        return nullcontext() if self._held is None else self._held
+
+    def before_update(self) -> None:
+        """An optimizer's step begins."""
+        if self._held is not None:
+            self._held.__enter__()  # type: ignore[no-untyped-call]
+
+    def after_update(self) -> None:
+        """It has ended."""
+        if self._held is not None:
+            leave(self._held)
 
     def peak(self) -> int:
         """Bytes."""
-        if self._profile is None:
+        if self._held is None:
             return int(torch.cuda.max_memory_allocated(self.device))
-        self._profile.__exit__(None, None, None)
-        live = peak = 0
-        events = [e for e in self._profile.kineto_results.events() if e.name() == "[memory]"]
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            live += event.nbytes()
-            peak = max(peak, live)
-        return self.live_bytes + peak
+        return self._held.peak_bytes
 
 
 @dataclass

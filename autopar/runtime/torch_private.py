@@ -13,8 +13,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+__all__ = ["DTensor", "TorchDispatchMode"]
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same for all tensors on one storage, as long as that lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """By how many tensors, here or inside torch, its storage is held; one more for asking."""
+    return int(torch._C._storage_Use_Count(storage_key(tensor)))
+
+
+def leave(mode: TorchDispatchMode) -> None:
+    """Leave a mode that was entered, unless another one has been entered since and not left."""
+    if _get_current_dispatch_mode() is mode:  # type: ignore[no-untyped-call]
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def keeps_graph() -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from autopar import api, codegen
 from autopar.cost_model.answer import with_memory
@@ -21,6 +18,7 @@ from autopar.ir.plan import mesh_of
 from autopar.ir.reshard import plan_reshard
 from autopar.ir.timeline import StageMemory
 from autopar.runtime.comm import Communicator
+from autopar.runtime.held import Held
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import unwrap
 from autopar.runtime.threads import run_threads
@@ -30,64 +28,46 @@ from tests.cost_model.test_replay import planned
 from tests.models import tiny
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage from when it is first seen until it goes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.known: set[int] = set()
-
-    def see(self, tensor: Any) -> None:
-        """Count a tensor's storage, once."""
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.known and storage.nbytes():
-            size = -(-storage.nbytes() // ROUND_CPU) * ROUND_CPU
-            self.known.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._gone, key, size)
-
-    def _gone(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now -= size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            self.see(tensor)
-        return out
-
-
 def measured(captured: Any, plan: Any, model: torch.nn.Module, batch: dict[str, Any]) -> list[int]:
     """The peak of each rank over one forward and backward; parameters, buffers and inputs counted from the start."""
     source = api.emit_captured(captured, plan)
 
     def rank(rt: Communicator) -> int:
         module = ParallelModule(captured, plan, source, model, rt)
-        live = LiveBytes()
-        for tensor in (*map(unwrap, module.parameters()), *map(unwrap, module.buffers()), *batch.values()):
-            live.see(tensor)
+        live = Held()
+        live.see((*map(unwrap, module.parameters()), *map(unwrap, module.buffers()), *batch.values()))
         with live:
             objective(module(**batch)).backward()  # type: ignore[no-untyped-call]
-        return live.peak
+        return live.peak_bytes
 
     return run_threads(mesh_of(plan), rank, timeout_s=120)
 
 
 def test_the_counter_counts() -> None:
-    with LiveBytes() as live:
+    with Held() as live:
         x = torch.ones(1000)
         y = x.view(10, 100)
-        assert live.now == 4032  # 4000 in units of 64; the view is the same storage
+        assert live.now_bytes == 4032  # 4000 in units of 64; the view is the same storage
         del x
-        assert live.now == 4032
+        assert live.now_bytes == 4032
         z = y + 1
         del y, z
-    assert (live.now, live.peak) == (0, 8064)
+    assert (live.now_bytes, live.peak_bytes) == (0, 8064)
+
+
+def test_what_others_hold_is_left_out() -> None:
+    given = torch.ones(1000)
+    with Held() as live:
+        live.leave_out([given])
+        part = given[:500] + 0
+        assert given.view(10, 100).sum() == 1000
+        assert live.now_bytes == 2048
+        live.see([given])
+        assert live.now_bytes == 2048 + 4032
+        live.leave_out([part])  # counted already
+        assert live.now_bytes == 2048 + 4032
+        del part
+    assert (live.now_bytes, live.peak_bytes) == (4032, 2048 + 4032)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +84,7 @@ def test_the_counter_counts() -> None:
 def test_peak_is_what_is_alive(name: str, ranks: int, pins: dict[str, Any]) -> None:
     captured, plan = planned(name, ranks, pins)
     program = codegen.lower(captured, plan, mesh_of(plan))
-    found = program_memory(captured, program, 0, rounding=ROUND_CPU, together=False)
+    found = program_memory(captured, program, 0, rounding=ROUND_CPU, gpus=False)
     peaks = measured(captured, plan, *tiny(name))
     assert all(abs(found.peak_bytes - p) <= 0.04 * p for p in peaks), (found.peak_bytes, peaks)
     assert sum(size for _, size in found.contributors) == sum(found.kinds.values()) == found.peak_bytes
@@ -146,7 +126,7 @@ def test_the_update_is_the_peak_of_a_wide_model(together: bool, copies: str) -> 
     captured = api.capture(wide, batch)
     plan = api.plan_captured(captured, cluster((1, 1.0, 100.0)), options=Options())
     program = codegen.lower(captured, plan, mesh_of(plan))
-    found = program_memory(captured, program, 8, rounding=1, together=together)
+    found = program_memory(captured, program, 8, rounding=1, gpus=together)
     first, both = 256 * 256 * 4, (256 * 256 + 256 * 128) * 4
     assert found.at == "optimizer"
     assert found.kinds[UPDATE] == (both if together else 2 * first), copies
@@ -163,16 +143,12 @@ class AdamWBytes:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-        with LiveBytes() as live:
-            for parameter in model.parameters():
-                live.see(parameter.data)
-                live.see(parameter.grad)
-            for state in optimizer.state.values():
-                for tensor in state.values():
-                    live.see(tensor)
-            before = live.now
+        with Held() as live:
+            live.see(x for p in model.parameters() for x in (p.data, p.grad))
+            live.see(x for state in optimizer.state.values() for x in state.values())
+            before = live.now_bytes
             optimizer.step()
-        self.peak = live.peak - before
+        self.peak = live.peak_bytes - before
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -190,14 +166,14 @@ def test_copies_for_collectives_are_those_that_are_made(what: str, dim: int) -> 
     sizes = [TensorMeta(local_shape(meta.shape, layout, on), meta.dtype).nbytes for layout in (before, after)]
 
     x = torch.ones(local_shape(meta.shape, before, on))
-    with LiveBytes() as live:
-        live.see(x)
+    with Held() as live:
+        live.see([x])
         Plain(on, 0, torch.device("cpu")).convert(x, before, after, meta.shape)
-    assert live.peak == sum(sizes) + staging_bytes(step, 2, *sizes)
+    assert live.peak_bytes == sum(sizes) + staging_bytes(step, 2, *sizes, whole_sums=True)
 
 
 class Plain(Communicator):
-    """Nobody to talk to: one new tensor for each result, as process groups have it."""
+    """Nobody to talk to: new tensors as the process group's of CPUs."""
 
     def _reduce(self, x: torch.Tensor, axis: str, largest: bool) -> torch.Tensor:
         return x.clone()
@@ -205,8 +181,8 @@ class Plain(Communicator):
     def _gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         return torch.zeros(self.size(axis), *x.shape)
 
-    def _scatter(self, x: torch.Tensor, axis: str) -> torch.Tensor:
-        return torch.zeros(x.shape[1:])
+    def _scatter(self, x: torch.Tensor, axis: str, own: bool) -> torch.Tensor:
+        return (x if own else x.clone())[0].clone()
 
     def _exchange(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         return torch.zeros_like(x)
@@ -215,7 +191,7 @@ class Plain(Communicator):
 def test_the_plans_memory_is_the_programs() -> None:
     captured, plan = planned("gpt2", 2, {"tp": 2})
     program = codegen.lower(captured, plan, mesh_of(plan))
-    found = program_memory(captured, program, 8, rounding=ROUND_CPU, together=False)
+    found = program_memory(captured, program, 8, rounding=ROUND_CPU, gpus=False)
     p = plan.predicted
     assert (p.peak_memory_bytes, p.memory_at, p.breakdown_bytes) == (found.peak_bytes, found.at, dict(found.kinds))
     assert plan.stages[0].peak_memory_bytes == found.peak_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar import api
+from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.local import local_cluster
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.options import Options
@@ -61,6 +64,21 @@ def test_what_is_priced_is_what_is_emitted(case: tuple[Plan, Timeline]) -> None:
     assert sum(us for what, us in spent.items() if not what.startswith("hidden:")) == pytest.approx(timeline.step_us)
     assert spent["optimizer"] == pytest.approx(plan.predicted.breakdown_us["optimizer"])
     assert (plan.mesh.axes == {}) == (not any(what.startswith("exposed:") for what in spent))
+
+
+def test_a_thousand_devices_are_replayed_in_a_moment() -> None:
+    """1 024 of them: one rank stands for all, whose programs are the same."""
+    model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=64, n_head=8, vocab_size=96, n_positions=8))
+    tokens = torch.randint(0, 96, (128, 8))
+    batch = {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}
+    options = Options(pins={"dp": 128, "tp": 8})
+    captured = api.capture(model, batch, options=options)
+    plan = api.plan_captured(captured, load_cluster("dgx-h100:128"), options=options)
+    start = time.process_time()
+    timeline = api.timeline_captured(captured, plan)
+    assert time.process_time() - start < 0.5
+    assert plan.mesh.axes == {"dp": 128, "tp": 8}
+    assert timeline.step_us == pytest.approx(plan.predicted.step_time_us, rel=1e-9)
 
 
 @pytest.mark.parametrize("pins", [{"dp": 3}, {"dp": 3, "zero": 3}, {"tp": 3}])

@@ -16,7 +16,7 @@ from autopar.errors import UserError
 from autopar.ir.cluster import DeviceGroup
 from autopar.prediction.rates import read_rates
 from autopar.prediction.step import predict
-from tests.prediction.samples import ROUTED, SMALL, gpt, other_device, plain_cluster
+from tests.prediction.samples import ROUTED, SMALL, gpt, other_device, plain_cluster, setting
 
 KEPT = ("none", "selective", "full")
 HALF = 2
@@ -129,6 +129,27 @@ def test_adapters_have_neither_state_nor_synchronisation() -> None:
     found = price(dp=4, trains="adapters", global_batch=8)
     assert found.memory_bytes["optimizer state"] == found.memory_bytes["gradients"] == 0
     assert not any("reduce-scatter" in what for what in found.breakdown_us)
+
+
+def test_adapters_read_and_write_what_they_stand_beside() -> None:
+    """Six passes over inputs and six over outputs; beside queries, keys and values alone, or beside all products."""
+    narrow, wide = (
+        price(dp=1, tp=2, trains=trains, global_batch=1).breakdown_us["compute:pointwise"]
+        for trains in ("adapters", "adapters-everywhere")
+    )
+    h = SMALL.hidden
+    inputs = 2 * h + h / 2 + h + 4 * h / 2  # queries, keys and values read theirs one by one; the other three products
+    outputs = h + 4 * h / 2 + h
+    elements = 2048 * (inputs + outputs) * SMALL.layers
+    assert wide - narrow == pytest.approx(setting(SMALL, tp=2).speed.memory_us(6 * 2 * elements))
+
+
+def test_all_reduces_over_tp_are_waited_for() -> None:
+    cut, whole = (
+        price(dp=1, tp=4, global_batch=4, sequence_parallel=s, software=2024.0).breakdown_us for s in (True, False)
+    )
+    assert whole["exposed:all-gather"] > cut["exposed:all-gather"]
+    assert "hidden:all-gather" in cut and "hidden:all-gather" not in whole
 
 
 def test_a_device_without_rates_is_an_estimate() -> None:

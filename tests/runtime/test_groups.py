@@ -17,6 +17,7 @@ from autopar.runtime.comm import Alone, Communicator
 from autopar.runtime.groups import communicator
 from autopar.runtime.launch import launch
 from autopar.runtime.threads import run_threads
+from autopar.runtime.torch_private import storage_uses
 from tests.codegen.hand import mesh
 
 DTYPES = ("float64", "float32", "bfloat16", "int64", "bool")
@@ -95,6 +96,11 @@ def test_threads(name: str) -> None:
 def in_process(on: Mesh) -> int:
     rt = communicator(on)
     check_rest(rt)
+    x = torch.ones(6, 6)
+    uses = storage_uses(x)
+    for _ in range(100):
+        rt.all_gather(x, on.names[0], 0)
+        assert storage_uses(x) == uses, "gloo still holds a tensor of a collective that has ended"
     return check_conversions(rt)
 
 

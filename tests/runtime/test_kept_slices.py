@@ -18,12 +18,13 @@ from autopar.ir.options import Options
 from autopar.ir.plan import Plan, mesh_of
 from autopar.ir.program import Convert, Keep, Program, Source
 from autopar.ir.reshard import Collective
+from autopar.runtime.held import Held
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import unwrap
 from autopar.sharding import build_table
 from tests.cases.run import agree, gradients, on_ranks, same, unequal
 from tests.codegen.table_plan import random_plan
-from tests.cost_model.test_live import LiveBytes, Plain
+from tests.cost_model.test_live import Plain
 
 WIDE, ROWS, LAYERS = 24, 720, 6
 
@@ -90,7 +91,7 @@ def planned(model: nn.Module, batch: dict[str, Tensor], pins: dict[str, Any]) ->
 def within(captured: CapturedGraph, plan: Plan, model: nn.Module, batch: dict[str, Any], but: float = 0.03) -> int:
     """The peak that is alive, after asserting that it is the predicted one, but for so much."""
     program = codegen.lower(captured, plan, mesh_of(plan))
-    found = program_memory(captured, program, 0, rounding=ROUND_CPU, together=False)
+    found = program_memory(captured, program, 0, rounding=ROUND_CPU, gpus=False)
     predicted = found.peak_bytes
     source = api.emit_captured(captured, plan)
     peaks = [_peak(captured, plan, source, model, batch, rank) for rank in range(mesh_of(plan).size)]
@@ -104,12 +105,11 @@ def _peak(
 ) -> int:
     """Of a rank whose neighbours say nothing that counts."""
     module = ParallelModule(captured, plan, source, model, Plain(mesh_of(plan), rank, torch.device("cpu")))
-    live = LiveBytes()
-    for tensor in map(unwrap, module.parameters()):
-        live.see(tensor)
+    live = Held()
+    live.see(map(unwrap, module.parameters()))
     with live:
         module(**batch).backward()
-    return live.peak
+    return live.peak_bytes
 
 
 @pytest.mark.parametrize("pins", [{}, {"dp": 2}, {"dp": 3}, {"tp": 2}])

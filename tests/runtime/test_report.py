@@ -150,12 +150,17 @@ def computed(name: str, plan: Plan) -> int:
 @pytest.mark.ranks
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    ("name", "ranks", "pins"),
-    [("deep", 2, {"tp": 2, "blocks.*.up.weight": "tp:S(0)"}), ("gpt2", 3, {"dp": 3, "zero": 3})],
-    ids=["tp2", "zero3 on 3"],
+    ("name", "ranks", "pins", "within"),
+    [
+        ("deep", 2, {"tp": 2, "blocks.*.up.weight": "tp:S(0)"}, 0.08),
+        ("gpt2", 3, {"dp": 3, "zero": 3}, 0.03),
+        ("llama", 2, {"tp": 2}, 0.015),
+    ],
+    ids=["tp2", "zero3 on 3", "the loss cut over tp2"],
 )
-def test_ranks(name: str, ranks: int, pins: dict[str, Any], tmp_path: Path) -> None:
-    """The deep one runs its blocks in a loop."""
+def test_ranks(name: str, ranks: int, pins: dict[str, Any], within: float, tmp_path: Path) -> None:
+    """The deep one runs its blocks in a loop. gloo's threads let go of a tensor a little later now and then: one of the
+    deep one's is 5 % of its peak."""
     plan = planned(name, ranks, **pins)
     path = tmp_path / "run.json"
     found, losses, plain = launch(on_ranks, ranks, (name, plan.to_json(), str(path)), timeout_s=120)
@@ -163,16 +168,18 @@ def test_ranks(name: str, ranks: int, pins: dict[str, Any], tmp_path: Path) -> N
     assert losses == plain
     assert RunReport.load(path) == found
     assert (found.rank, found.ranks) == (0, ranks)
+    said = program_memory(*lowered(name, plan), 8, rounding=64, gpus=False).peak_bytes
+    assert found.measured_bytes == pytest.approx(said, rel=within)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_memory_is_the_timelines(name: str) -> None:
-    """The allocator's peak beside what the program is said to hold."""
+    """The peak of live storages beside what the program is said to hold."""
     plan = planned(name, 1)
     module, _ = trained(name, plan, measured=True)
     found = module.report()
-    said = program_memory(*lowered(name, plan), 8, rounding=64).peak_bytes
-    assert found.measured_bytes == pytest.approx(said, rel=0.05)
+    said = program_memory(*lowered(name, plan), 8, rounding=64, gpus=False).peak_bytes
+    assert found.measured_bytes == pytest.approx(said, rel=0.03)
 
 
 def test_gradient_accumulation() -> None:

@@ -62,7 +62,7 @@ class Recorder(Communicator):
         self.notes.add("all_gather", x, axis)
         return x.new_empty((self.size(axis), *x.shape))
 
-    def _scatter(self, x: Tensor, axis: str) -> Tensor:
+    def _scatter(self, x: Tensor, axis: str, own: bool) -> Tensor:
         self.notes.add("reduce_scatter", x, axis)
         return x.new_empty(x.shape[1:])
 
