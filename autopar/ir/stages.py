@@ -25,6 +25,7 @@ With m micro-batches and p stages the step takes
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -314,13 +315,17 @@ def even_split(problem: StageProblem) -> tuple[tuple[int, ...], ...] | None:
     sizes = [each + (first <= part < first + more) for part in range(parts)]
     sizes[0] += lead
     sizes[-1] += tail
-    found = []
-    left = [run.count for run in runs]
+    return cut_in_order([run.count for run in runs], sizes)
+
+
+def cut_in_order(counts: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """[part][run]: the instances of each run in stretches of these sizes, one after the other."""
+    left, found = list(counts), []
     for size in sizes:
         held: list[int] = []
-        for r, n in enumerate(left):
-            held.append(min(n, size - sum(held)))
-            left[r] -= held[-1]
+        for run, count in enumerate(left):
+            held.append(min(count, size - sum(held)))
+            left[run] -= held[-1]
         found.append(tuple(held))
     return tuple(found)
 

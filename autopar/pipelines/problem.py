@@ -11,6 +11,7 @@ from autopar.cost_model.pipeline import block_runs, parted, stages_of
 from autopar.cost_model.prices import MeshPrices
 from autopar.cost_model.reprice import repriced
 from autopar.ir.parts import Frame, PartedProblem
+from autopar.ir.stages import cut_in_order
 from autopar.ir.strategy import StrategyTable
 from autopar.pipelines.trials import Trial
 from autopar.sharding import stage_blocks
@@ -60,12 +61,5 @@ def _cuts(task: Task) -> tuple[tuple[int, ...], ...] | None:
     pinned = stage_blocks(task.captured, task.options.pins)
     if pinned is None:
         return None
-    left = [count for _, count in block_runs(task.captured)]
-    found = []
-    for stage, blocks in enumerate(pinned):
-        held: list[int] = []
-        for run, count in enumerate(left):
-            held.append(min(count, blocks - sum(held)))
-            left[run] -= held[-1]
-        found.append((int(stage == 0), *held, int(stage == len(pinned) - 1)))
-    return tuple(found)
+    held, last = cut_in_order([count for _, count in block_runs(task.captured)], pinned), len(pinned) - 1
+    return tuple((int(stage == 0), *blocks, int(stage == last)) for stage, blocks in enumerate(held))

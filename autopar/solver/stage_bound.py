@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 
 from autopar.ir.stages import StageProblem, fixed_cuts
-from autopar.solver.cut_line import Cuts, FixedCuts, LineCuts
+from autopar.solver.cut_line import Cuts, cuts_of
 from autopar.solver.linear import Floats
 from autopar.solver.parts import PriceBound
 
@@ -38,28 +37,14 @@ def least_step_us(
     stages = len(problem.stages)
     if problem.instances < stages * problem.chunks or any(math.inf in b.least for b in bounds):
         return math.inf
-    counts = [run.count for run in problem.runs]
     longest = problem.instances - stages + 1
     fixed = fixed_cuts(problem) is not None
     tried = longest if fixed else min(longest, 2 * -(-problem.instances // stages) + 4)
     while True:
-        value, next_up = _of_cuts(problem, _cuts(problem, counts, tried), run_parts, bounds, transient, tried)
+        value, next_up = _of_cuts(problem, cuts_of(problem, tried), run_parts, bounds, transient, tried)
         if fixed or tried == longest or value <= next_up:
             return value
         tried = min(longest, 2 * tried)
-
-
-def _cuts(problem: StageProblem, counts: Sequence[int], longest: int) -> Cuts:
-    cuts = fixed_cuts(problem)
-    if cuts is not None:
-        return FixedCuts(cuts)
-    return _line_cuts(tuple(counts), len(problem.stages), longest)
-
-
-@lru_cache(maxsize=64)
-def _line_cuts(counts: tuple[int, ...], stages: int, longest: int) -> LineCuts:
-    """Made of whole numbers only, and asked for with every bound."""
-    return LineCuts(counts, stages, longest)
 
 
 def _of_cuts(
