@@ -12,9 +12,9 @@ from autopar.solver.modelling import write_lp, write_mps
 from autopar.solver.parts import Held, PartsModel, PriceBound
 from autopar.solver.reduce import reduce_problem
 from autopar.solver.reduction import keep_strategies
-from autopar.solver.stage_bound import least_step_us, once_weight
+from autopar.solver.stage_bound import least_of, least_step_us, once_weight
 from autopar.solver.stages import least_peak_bytes, solve_stages, stages_bound_us
-from autopar.solver.whole import WholeSearch, least_of
+from autopar.solver.whole import WholeSearch
 
 __all__ = [
     "Held",
