@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from msgspec.structs import replace as replace_fields
+
 from autopar import codegen, sharding
 from autopar.cost_model.answer import make_plan, with_idle, with_memory
 from autopar.cost_model.build import Priced, build_problem
@@ -19,7 +21,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import RECOMPUTE, Options
-from autopar.ir.plan import Plan, options_of
+from autopar.ir.plan import Plan, PlanNote, PlanRequest, asked_options, options_of
 from autopar.ir.problem import Problem, evaluate
 from autopar.ir.program import Program
 from autopar.ir.solution import Solution, Status
@@ -254,6 +256,26 @@ def failed(task: Task, solution: Solution, where: str) -> SolverError:
         f"{task.captured.model_name}: {solution.failure}; without it no plan that fits was found on {where} in "
         f"{solution.time_s:.1f} s: mend the solver (autopar doctor says what is installed), or ask for less"
     )
+
+
+def of_least_memory(fastest: Plan, least: Plan, task: Task, within_us: float | None, more: str = "") -> Plan:
+    """`least` as the answer to what `task` asks, with a note on what it saves. `within_us`: no step is longer.
+
+    `more`: said of how sure that is.
+    """
+    slack, p, q = task.options.memory_slack, fastest.predicted, least.predicted
+    words = "of any step" if slack is None else f"within {slack:.1%} of the fastest step"
+    saved = (
+        f"{q.peak_memory_bytes / 2**20:.0f} MiB per device and {q.step_time_us / 1e3:.3f} ms a step, where the fastest "
+        f"takes {p.peak_memory_bytes / 2**20:.0f} MiB and {p.step_time_us / 1e3:.3f} ms"
+    )
+    if least is fastest:
+        saved = "the fastest itself"
+    note = PlanNote(kind="objective", where="", message=f"least memory of the plans {words}{more}: {saved}")
+    return replace_fields(
+        least, solver=replace_fields(least.solver, within_us=within_us), notes=[*least.notes, note],
+        request=replace_fields(least.request or PlanRequest(), options=asked_options(task.options)),
+    )  # fmt: skip
 
 
 def step_memory(captured: CapturedGraph, program: Program, plan: Plan) -> StageMemory:

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from msgspec.structs import replace as replace_fields
-
 from autopar import sharding
 from autopar.candidates import (
     TIGHTER,
@@ -18,6 +16,7 @@ from autopar.candidates import (
     failed,
     needed_bytes,
     nothing_fits,
+    of_least_memory,
     out_of_time,
     plan_of,
     rank,
@@ -27,7 +26,7 @@ from autopar.candidates import (
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
-from autopar.ir.plan import Plan, PlanNote, PlanRequest, asked_options
+from autopar.ir.plan import Plan
 from autopar.ir.solution import Solution, Status
 from autopar.solver import LeastMemory, minimise_memory
 
@@ -57,26 +56,9 @@ def best_plan(
     assert fastest is not None
     within = replace(task, within_us=fastest.solver.objective_us * (1 + slack))
     least = _fitting(within, _Solves(within, _candidates(within, meshes, progress, dump), progress), required=False)
-    return _least_of(fastest, least, within)
-
-
-def _least_of(fastest: Plan, least: Plan | None, task: Task) -> Plan:
-    """Of two plans that are fast enough that whose program needs less, and what that saves."""
-    words = f"least memory of the plans within {task.options.memory_slack:.1%} of the fastest step"
     if least is None or _needs(fastest) <= _needs(least):
-        options = asked_options(task.options)
-        least = replace_fields(fastest, request=replace_fields(fastest.request or PlanRequest(), options=options))
-        words += ": the fastest itself"
-    else:
-        p, q = fastest.predicted, least.predicted
-        words += (
-            f": {q.peak_memory_bytes / 2**20:.0f} MiB per device and {q.step_time_us / 1e3:.3f} ms a step, where the "
-            f"fastest takes {p.peak_memory_bytes / 2**20:.0f} MiB and {p.step_time_us / 1e3:.3f} ms"
-        )
-    return replace_fields(
-        least, solver=replace_fields(least.solver, within_us=task.within_us),
-        notes=[*least.notes, PlanNote(kind="objective", where="", message=words)],
-    )  # fmt: skip
+        least = fastest
+    return of_least_memory(fastest, least, within, within.within_us)
 
 
 def _needs(plan: Plan) -> tuple[float, ...]:

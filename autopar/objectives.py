@@ -16,13 +16,15 @@ from typing import Protocol
 
 from msgspec.structs import replace as replace_fields
 
-from autopar.candidates import ROUNDING, Progress, Task
+from autopar.candidates import ROUNDING, Progress, Task, of_least_memory
 from autopar.cost_model.search_space import parts_of
 from autopar.errors import UserError
-from autopar.ir.plan import Plan, PlanNote, PlanRequest, asked_options
+from autopar.ir.plan import Plan, PlanNote
 
 MEMORY_GAP = 0.01
 """How near to the smallest limit is near enough, as a part of it."""
+OUT_OF_TIME = "not known, the time was over"
+"""Said where a search ended before it had a plan."""
 
 
 class Search(Protocol):
@@ -51,8 +53,7 @@ def cheapest(task: Task, search: Search, progress: Progress) -> tuple[Plan, Task
 
     Raises InfeasibleError where nothing fits the whole cluster either, UserError for pins that no part can hold.
     """
-    limit = task.options.time_limit_s
-    end = time.monotonic() + (math.inf if limit is None else limit)
+    clock = _Clock(task)
     best: _Looked | None = None
     looked: list[_Looked] = []
     refused: UserError | None = None
@@ -60,17 +61,19 @@ def cheapest(task: Task, search: Search, progress: Progress) -> tuple[Plan, Task
     for i, part in enumerate(parts):
         progress(f"{part.devices} devices", i / len(parts))
         mine = replace(task, cluster=part)
-        if best is not None and time.monotonic() > end:
+        if best is not None and clock.is_over:
             looked.append(_Looked(mine, None, "not looked at, the time was over"))
             continue
         cutoff = best.cost_us / part.devices if best is not None else math.inf
+        own = _Clock(task)
         try:
             plan = search(mine, cutoff_us=cutoff, required=False)
         except UserError as error:
             refused = error
             looked.append(_Looked(mine, None, "can't hold what is pinned"))
             continue
-        looked.append(_Looked(mine, plan, "" if plan is not None else "no less" if best is not None else "too small"))
+        why = OUT_OF_TIME if own.is_over else "no less" if best is not None else "too small"
+        looked.append(_Looked(mine, plan, "" if plan is not None else why))
         if plan is not None and (best is None or looked[-1].cost_us < best.cost_us):
             best = looked[-1]
     if best is None or best.plan is None:
@@ -93,24 +96,29 @@ def least_memory(task: Task, search: Search, progress: Progress) -> Plan:
     assert fastest is not None
     slack = task.options.memory_slack
     within = math.inf if slack is None else fastest.solver.objective_us * (1 + slack)
-    best, low = fastest, 0
+    best, low, stopped = fastest, 0, False
     while best.solver.memory_bytes - low > MEMORY_GAP * best.solver.memory_bytes:
         limit = (best.solver.memory_bytes + low) // 2
         progress(f"within {limit / 2**20:.0f} MiB", low / best.solver.memory_bytes)
         tried = replace(timed, options=replace(timed.options, memory_limit=limit))
+        own = _Clock(task)
         found = search(tried, cutoff_us=within * (1 + ROUNDING), required=False)
+        stopped |= found is None and own.is_over
         best, low = (found, low) if found is not None else (best, limit)
-    p, q = fastest.predicted, best.predicted
-    message = (
-        f"least memory of the plans {'of any step' if slack is None else f'within {slack:.1%} of the fastest step'}, "
-        f"to {MEMORY_GAP:.0%}: {q.peak_memory_bytes / 2**20:.0f} MiB per device and {q.step_time_us / 1e3:.3f} ms a "
-        f"step, where the fastest takes {p.peak_memory_bytes / 2**20:.0f} MiB and {p.step_time_us / 1e3:.3f} ms"
-    )
-    request = replace_fields(best.request or PlanRequest(), options=asked_options(task.options))
-    return replace_fields(
-        best, request=request, notes=[*best.notes, PlanNote(kind="objective", where="", message=message)],
-        solver=replace_fields(best.solver, within_us=None if slack is None else within),
-    )  # fmt: skip
+    near = f", whether less would do is {OUT_OF_TIME}" if stopped else f", to {MEMORY_GAP:.0%}"
+    return of_least_memory(fastest, best, task, None if slack is None else within, near)
+
+
+class _Clock:
+    """Of one search: whether the task's time for it is over."""
+
+    def __init__(self, task: Task) -> None:
+        limit = task.options.time_limit_s
+        self.end = math.inf if limit is None else time.monotonic() + limit
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.end
 
 
 def _words(best: _Looked, looked: list[_Looked]) -> str:

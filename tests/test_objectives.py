@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from autopar import api
+from autopar import api, objectives
 from autopar.candidates import Task, price_mesh
 from autopar.cost_model.search_space import mesh_candidates, parts_of
 from autopar.errors import InfeasibleError, PlanError, UserError
@@ -203,3 +203,21 @@ def test_compile_asks_for_the_ranks_of_the_plan() -> None:
         api.compile(model, plan=plan, example_inputs=batch)
     with pytest.raises(PlanError, match=r"the plan is for 2 ranks .*, 1 were launched: search first"):
         api._started(searched(nodes(1, 2)), None)  # type: ignore[arg-type]
+
+
+def test_an_objective_says_where_time_ran_out() -> None:
+    """Seen to fail: parts whose search ended before it had a plan were called too small."""
+    spec = small()
+    task = Task.of(captured(), spec, Options(objective="memory", memory_slack=None, time_limit_s=0.0))
+    plan = searched(spec)
+
+    def search(part: Task, /, *, cutoff_us: float, required: bool) -> api.Plan | None:
+        return plan if part.cluster == spec and part.options.memory_limit is None else None
+
+    chosen, _ = objectives.cheapest(task, search, lambda *_: None)
+    assert "1: not known, the time was over" in chosen.notes[-1].message
+    least = objectives.least_memory(task, search, lambda *_: None)
+    assert "whether less would do is not known, the time was over" in least.notes[-1].message
+    endless = replace(task, options=replace(task.options, time_limit_s=None))
+    chosen, _ = objectives.cheapest(endless, search, lambda *_: None)
+    assert "1: too small" in chosen.notes[-1].message

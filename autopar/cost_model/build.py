@@ -157,7 +157,7 @@ def context_of(
     lasting = lasting_slots(wiring) if load else frozenset[int]()
     return Context(
         captured, table, prices, options, metas, {}, mesh or table.mesh, lasting,
-        lasting_wires(wiring, lasting) | frozenset(gradient_wires(wiring) if load else ()),
+        wires_of_a_step(wiring, lasting) if load else lasting_wires(wiring, lasting),
         once_prices or prices, frozenset(i for i, w in enumerate(wiring.wires) if stays(wiring, w)),
         _alone(captured, wiring) if load is not None and load.micro_batches > 1 else frozenset(),
     )  # fmt: skip
@@ -170,6 +170,11 @@ def _alone(captured: CapturedGraph, wiring: Wiring) -> frozenset[int]:
     return frozenset(
         i for i, w in enumerate(wiring.wires) if not all(graph == top and name in free for graph, name in w.names)
     )
+
+
+def wires_of_a_step(wiring: Wiring, lasting: frozenset[int]) -> frozenset[int]:
+    """What is made once a step, and the gradients that the optimizer reads."""
+    return lasting_wires(wiring, lasting) | frozenset(gradient_wires(wiring))
 
 
 def _when(index: int, wire: Wire, context: Context) -> When:

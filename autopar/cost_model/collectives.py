@@ -75,6 +75,26 @@ def copy_us(nbytes: float, cluster: ClusterSpec) -> float:
     return max(2 * nbytes / memory_bytes_per_us(group.device) for group in cluster.groups)
 
 
+class Pieces:
+    """Of one tensor of *global* `meta` on a mesh: the shape of a device's piece, worked out once for each layout."""
+
+    __slots__ = ("_shapes", "mesh", "meta")
+
+    def __init__(self, meta: TensorMeta, mesh: Mesh) -> None:
+        self.meta, self.mesh = meta, mesh
+        self._shapes: dict[Layout, tuple[int, ...] | None] = {}
+
+    def shape(self, layout: Layout) -> tuple[int, ...] | None:
+        """Of the largest piece; None where the layout cuts a dim that isn't there."""
+        try:
+            return self._shapes[layout]
+        except KeyError:
+            meta = self.meta
+            there = fits(layout, meta.shape)
+            found = self._shapes[layout] = local_shape(meta.shape, layout, self.mesh, meta.units) if there else None
+            return found
+
+
 def step_bytes(meta: TensorMeta, step: ReshardStep, mesh: Mesh) -> float:
     """V of one step. Where pieces aren't equal, each is padded to the largest for the journey.
 
@@ -82,6 +102,12 @@ def step_bytes(meta: TensorMeta, step: ReshardStep, mesh: Mesh) -> float:
     dim that it comes cut in, and all n padded pieces of the dim that it leaves cut in.
     """
     before, after = (local_shape(meta.shape, layout, mesh, meta.units) for layout in (step.before, step.after))
+    return _step_bytes(meta, step, mesh, before, after)
+
+
+def _step_bytes(
+    meta: TensorMeta, step: ReshardStep, mesh: Mesh, before: tuple[int, ...], after: tuple[int, ...]
+) -> float:
     item, n = ITEM_BYTES[meta.dtype], mesh.axis(step.axis).size
     match step.collective:
         case Collective.ALL_REDUCE:
@@ -95,26 +121,17 @@ def step_bytes(meta: TensorMeta, step: ReshardStep, mesh: Mesh) -> float:
             return float(math.prod(after) * item * n)
 
 
-def is_view_slice(meta: TensorMeta, step: ReshardStep, mesh: Mesh) -> bool:
-    """True of a slice that leaves a contiguous piece: every dim before the cut one has size 1 on the device."""
-    if step.collective is not Collective.SLICE:
-        return False
-    return all(n == 1 for n in local_shape(meta.shape, step.before, mesh, meta.units)[: step.dim])
-
-
-def price_reshard(
-    meta: TensorMeta, before: Layout, after: Layout, mesh: Mesh, price: CollectivePrice, stays: bool = False
-) -> float:
+def price_reshard(pieces: Pieces, before: Layout, after: Layout, price: CollectivePrice, stays: bool = False) -> float:
     """Σ over `plan_reshard(before, after)` of `price(collective, bytes, axis)`. `stays`: what is read is there anyway.
 
     inf where there is no way, and where a layout on the way cuts a dim that isn't there.
     """
-    steps = price_steps(meta, before, after, mesh, price, stays)
+    steps = price_steps(pieces, before, after, price, stays)
     return math.inf if steps is None else sum(steps)
 
 
 def price_steps(
-    meta: TensorMeta, before: Layout, after: Layout, mesh: Mesh, price: CollectivePrice, stays: bool = False
+    pieces: Pieces, before: Layout, after: Layout, price: CollectivePrice, stays: bool = False
 ) -> list[float] | None:
     """The prices of `plan_reshard(before, after)`'s steps; None where `price_reshard` is inf."""
     steps = plan_reshard(before, after)
@@ -122,13 +139,19 @@ def price_steps(
         return None
     found = []
     for step in steps:
-        if not (fits(step.before, meta.shape) and fits(step.after, meta.shape)):
+        old, new = pieces.shape(step.before), pieces.shape(step.after)
+        if old is None or new is None:
             return None
-        if step is steps[0] and (stays or len(steps) > 1) and is_view_slice(meta, step, mesh):
+        if step is steps[0] and (stays or len(steps) > 1) and _is_view_slice(step, old):
             found.append(0.0)
             continue
-        found.append(price(step.collective, step_bytes(meta, step, mesh), step.axis))
+        found.append(price(step.collective, _step_bytes(pieces.meta, step, pieces.mesh, old, new), step.axis))
     return found
+
+
+def _is_view_slice(step: ReshardStep, before: tuple[int, ...]) -> bool:
+    """True of a slice that leaves a contiguous piece: every dim before the cut one has size 1 on the device."""
+    return step.collective is Collective.SLICE and all(n == 1 for n in before[: step.dim])
 
 
 def reshard_us(
@@ -136,10 +159,9 @@ def reshard_us(
 ) -> float:
     """µs to bring a tensor of *global* `meta` from one layout to another; inf if there is no way."""
     return price_reshard(
-        meta,
+        Pieces(meta, mesh),
         before,
         after,
-        mesh,
         lambda collective, nbytes, axis: collective_us(collective, nbytes, axis, mesh, cluster),
         stays,
     )

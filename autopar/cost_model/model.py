@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from autopar.cost_model.collectives import collective_us, copy_us, price_reshard, price_steps
+from autopar.cost_model.collectives import Pieces, collective_us, copy_us, price_reshard, price_steps
 from autopar.cost_model.op_cost import OpCost, op_cost, optimizer_us
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import Node, Ref, TensorMeta
@@ -27,7 +27,7 @@ class CostModel:
         self._forms: dict[int, tuple[Node, str]] = {}
         self._ops: dict[tuple[str, Metas, Metas], OpCost] = {}
         self._collectives: dict[tuple[str, float, str], float] = {}
-        self._reshards: dict[tuple[TensorMeta, Layout, Layout, bool], float] = {}
+        self._tensors: dict[TensorMeta, tuple[Pieces, dict[tuple[Layout, Layout, bool], float]]] = {}
 
     def op(self, node: Node, inputs: tuple[TensorMeta, ...], outputs: Metas) -> OpCost:
         """`op_cost` of local metas; equal ops with equal literal arguments and metas are priced once."""
@@ -49,15 +49,19 @@ class CostModel:
         """`collectives.reshard_us` of a *global* meta on this mesh."""
         if before is after:
             return 0.0
-        key = (meta, before, after, stays)
-        found = self._reshards.get(key)
+        known = self._tensors.get(meta)
+        if known is None:
+            known = self._tensors[meta] = (Pieces(meta, self.pieces), {})
+        pieces, prices = known
+        key = (before, after, stays)
+        found = prices.get(key)
         if found is None:
-            found = self._reshards[key] = price_reshard(meta, before, after, self.pieces, self.collective_us, stays)
+            found = prices[key] = price_reshard(pieces, before, after, self.collective_us, stays)
         return found
 
     def steps_us(self, meta: TensorMeta, before: Layout, after: Layout, stays: bool = False) -> list[float]:
         """`reshard_us` by step; none where there is no way."""
-        return price_steps(meta, before, after, self.mesh, self.collective_us, stays) or []
+        return price_steps(Pieces(meta, self.mesh), before, after, self.collective_us, stays) or []
 
     def copy_us(self, nbytes: float) -> float:
         """Reading and writing so many bytes."""

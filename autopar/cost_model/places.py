@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -31,12 +32,14 @@ class Places:
         for graph in captured.graphs:
             own = {i.value.name: i for i in graph.inputs}
             given |= {(graph.name, name): i for name, i in own.items()}
-            makers |= {(graph.name, o.name): n for n in graph.nodes for o in n.outputs if o is not None}
+            made = {o.name: n for n in graph.nodes for o in n.outputs if o is not None}
+            makers |= {(graph.name, name): n for name, n in made.items()}
+            read = _times_read(graph)
             for out in graph.outputs:
                 if out.kind is not OutputKind.GRADIENT or out.value is None:
                     continue
                 if own[out.target].kind is InputKind.PARAMETER:
-                    values = ((graph.name, v) for v in _made_into(out.value, graph))
+                    values = ((graph.name, v) for v in _made_into(out.value, made, read))
                     gradients |= dict.fromkeys(values, own[out.target].target)
         return cls(prefix, makers, given, gradients)
 
@@ -83,10 +86,13 @@ class Places:
         return ".".join(part for part in (self.prefix[graph], path) if part)
 
 
-def _made_into(value: str, graph: Graph) -> list[str]:
+def _times_read(graph: Graph) -> Counter[str]:
+    """By value: by ops and as outputs."""
+    return Counter([r for n in graph.nodes for r in n.refs] + [o.value for o in graph.outputs if o.value is not None])
+
+
+def _made_into(value: str, makers: Mapping[str, Node], read: Mapping[str, int]) -> list[str]:
     """`value`, and what it is made of by ops that read that alone and alone read it: casts and views of one tensor."""
-    makers = {o.name: n for n in graph.nodes for o in n.outputs if o is not None}
-    read = Counter([r for n in graph.nodes for r in n.refs] + [o.value for o in graph.outputs if o.value is not None])
     found = [value]
     while (node := makers.get(found[-1])) and node.block is None and len(node.refs) == 1 and read[node.refs[0]] == 1:
         if node.refs[0] not in makers:

@@ -25,8 +25,10 @@ With m micro-batches and p stages the step takes
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 from autopar.ir.solution import Status
 
@@ -301,36 +303,48 @@ def even_split(problem: StageProblem) -> tuple[tuple[int, ...], ...] | None:
     count, if the others are enough for all parts. Instances that are left over by the division go to parts that follow
     one another, so that stages differ by one at most; stages in the middle come first.
     """
-    runs, stages = problem.runs, len(problem.stages)
-    parts = stages * problem.chunks
-    lead = 1 if len(runs) > 1 and runs[0].count == 1 else 0
-    tail = 1 if len(runs) > 1 + lead and runs[-1].count == 1 else 0
-    if problem.instances - lead - tail < parts:
+    return _even_split(tuple(run.count for run in problem.runs), len(problem.stages), problem.chunks)
+
+
+@lru_cache(maxsize=256)
+def _even_split(counts: tuple[int, ...], stages: int, chunks: int) -> tuple[tuple[int, ...], ...] | None:
+    parts, instances = stages * chunks, sum(counts)
+    lead = 1 if len(counts) > 1 and counts[0] == 1 else 0
+    tail = 1 if len(counts) > 1 + lead and counts[-1] == 1 else 0
+    if instances - lead - tail < parts:
         lead = tail = 0
-    each, more = divmod(problem.instances - lead - tail, parts)
+    each, more = divmod(instances - lead - tail, parts)
     if not each:
         return None
     first = (stages - more % stages) // 2
     sizes = [each + (first <= part < first + more) for part in range(parts)]
     sizes[0] += lead
     sizes[-1] += tail
-    found = []
-    left = [run.count for run in runs]
+    return cut_in_order(counts, sizes)
+
+
+def cut_in_order(counts: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """[part][run]: the instances of each run in stretches of these sizes, one after the other."""
+    left, found = list(counts), []
     for size in sizes:
         held: list[int] = []
-        for r, n in enumerate(left):
-            held.append(min(n, size - sum(held)))
-            left[r] -= held[-1]
+        for run, count in enumerate(left):
+            held.append(min(count, size - sum(held)))
+            left[run] -= held[-1]
         found.append(tuple(held))
     return tuple(found)
 
 
 def device_cuts(problem: StageProblem) -> tuple[tuple[int, ...], ...] | None:
     """[stage][run]: what each stage holds under `even_split`, its parts together."""
-    split = even_split(problem)
+    return _device_cuts(tuple(run.count for run in problem.runs), len(problem.stages), problem.chunks)
+
+
+@lru_cache(maxsize=256)
+def _device_cuts(counts: tuple[int, ...], stages: int, chunks: int) -> tuple[tuple[int, ...], ...] | None:
+    split = _even_split(counts, stages, chunks)
     if split is None:
         return None
-    stages = len(problem.stages)
     return tuple(tuple(map(sum, zip(*split[s::stages], strict=True))) for s in range(stages))
 
 

@@ -152,24 +152,18 @@ class Kinds:
         return problem.priced, WholeSearch(parts, frame_of(self.task, trial), chunks_of(self.task, trial), [kind.free])
 
 
-@dataclass
 class Search:
     """Trials by their bounds."""
 
-    task: Task
-    progress: Progress
-    below_us: float = math.inf
-    every: tuple[Trial, ...] = ()
-    best: Solved | None = None
-    ended: list[float] = field(default_factory=list)
-    refused: list[sharding.PinError] = field(default_factory=list)
-    looked: int = 0
-
-    def __post_init__(self) -> None:
-        self.every = tuple(sorted(trials(self.task), key=lambda t: t.order))
-        self.kinds = Kinds(self.task, self.every)
-        asked = self.task.options.gap
-        self.gap = max(asked, STAGES_GAP) if asked else 0.0
+    def __init__(self, task: Task, progress: Progress, below_us: float = math.inf) -> None:
+        self.task, self.progress, self.below_us = task, progress, below_us
+        self.every = tuple(sorted(trials(task), key=lambda t: t.order))
+        self.kinds = Kinds(task, self.every)
+        self.gap = max(task.options.gap, STAGES_GAP) if task.options.gap else 0.0
+        self.best: Solved | None = None
+        self.ended: list[float] = []
+        self.refused: list[sharding.PinError] = []
+        self.looked = 0
 
     @property
     def cutoff_us(self) -> float:

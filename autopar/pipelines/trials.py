@@ -147,14 +147,6 @@ def _of_stages(task: Task, stages: int, pins: Pins, allowed: Allowed) -> Iterato
             yield Trial(load=Load(stages=stages, micro_batches=batch // data // rows), mesh=mesh, rows=rows)
 
 
-def chunk_counts(task: Task, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Parts of the model that a stage may hold: of equally many blocks, and with as many micro-batches as stages."""
-    blocks = sum(count for _, count in block_runs(task.captured))
-    if stages == 1 or blocks % stages or micro_batches < stages:
-        return (1,)
-    return tuple(v for v in divisors(blocks // stages) if v <= MOST_CHUNKS)
-
-
 def devices_are_many(task: Task) -> bool:
     """True if tensor parallelism beyond the innermost links isn't looked at."""
     near = task.cluster.levels[0].size if task.cluster.levels else 1
@@ -177,7 +169,11 @@ def _micro_batch_rows(options: Options, rows: int, *, whole: bool) -> Iterator[i
 
 
 def chunks_of(task: Task, trial: Trial) -> tuple[int, ...]:
-    """Parts of the model that its stages may hold; one where it is pinned what each holds."""
-    if STAGES in task.options.pins:
+    """Parts of the model that its stages may hold: of equally many blocks, and with as many micro-batches as stages.
+
+    One where it is pinned what each holds.
+    """
+    blocks, stages = sum(count for _, count in block_runs(task.captured)), trial.load.stages
+    if STAGES in task.options.pins or stages == 1 or blocks % stages or trial.load.micro_batches < stages:
         return (1,)
-    return chunk_counts(task, trial.load.stages, trial.load.micro_batches)
+    return tuple(v for v in divisors(blocks // stages) if v <= MOST_CHUNKS)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
+from autopar.ir.stages import StageProblem, fixed_cuts
 from autopar.solver.linear import Floats, Ints
 
 
@@ -66,12 +68,6 @@ class LineCuts:
         # content_at[d, j]: of the stretch of d + 1 instances that ends before instance j; one more than all: none.
         self.content_at = np.full((longest, n + 1), len(where), dtype=np.int64)
         self.content_at[end - begin - 1, end] = content
-        # A view of `buffer`: before[d, j] is the value of position j - d - 1, inf before the first.
-        self.buffer = np.full(longest + n + 1, np.inf)
-        step = self.buffer.strides[0]
-        self.before = np.lib.stride_tricks.as_strided(
-            self.buffer[longest - 1 :], shape=(longest, n + 1), strides=(-step, step)
-        )
 
     def best(self, table: Floats, add: np.ufunc) -> tuple[float, list[int]] | None:
         """See `Cuts`. Among equals the shortest last stretches."""
@@ -80,10 +76,13 @@ class LineCuts:
         values = np.full((self.stages + 1, self.instances + 1), np.inf)
         values[0, 0] = 0.0
         sums = np.empty_like(price[0])
-        now = self.buffer[self.longest :]
+        # `before` is a view of `line`: before[d, j] is the value of position j - d - 1, inf before the first.
+        line = np.full(self.longest + self.instances + 1, np.inf)
+        now, step = line[self.longest :], line.strides[0]
+        before = np.lib.stride_tricks.as_strided(line[self.longest - 1 :], price.shape[1:], (-step, step))
         for s in range(self.stages):
             now[:] = values[s]
-            add(price[s], self.before, out=sums)
+            add(price[s], before, out=sums)
             np.minimum.reduce(sums, axis=0, out=values[s + 1])
         value = float(values[-1, -1])
         if value == math.inf:
@@ -97,3 +96,17 @@ class LineCuts:
             path.append(int(self.content_at[d, j]))
             j -= d + 1
         return value, path[::-1]
+
+
+def cuts_of(problem: StageProblem, longest: int) -> Cuts:
+    """The one cut that is decided, or every one into stretches of up to `longest` instances."""
+    cuts = fixed_cuts(problem)
+    if cuts is not None:
+        return FixedCuts(cuts)
+    return _line_cuts(tuple(run.count for run in problem.runs), len(problem.stages), longest)
+
+
+@lru_cache(maxsize=64)
+def _line_cuts(counts: tuple[int, ...], stages: int, longest: int) -> LineCuts:
+    """Made of whole numbers only, and asked for with every bound."""
+    return LineCuts(counts, stages, longest)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -243,8 +244,8 @@ class _Work:
         """f[t,k,p,q] >= 0: Σ_q f[t,k,p,q] = made[t,p] and Σ_p f[t,k,p,q] = wants[t,k,q]; or the x it equals."""
         value = self.problem.values[index]
         consumer = value.consumers[position]
-        made, wants = np.array(value.made, dtype=np.int64), np.array(consumer.wants, dtype=np.int64)
-        gives, takes = np.unique(made), np.unique(wants)
+        gives, made = _told_apart(value.made)
+        takes, wants = _told_apart(consumer.wants)
         if consumer.node == value.producer:
             return self._fixed_flow(made, wants, self._x(consumer.node), price)
         if len(gives) == 1:
@@ -252,12 +253,11 @@ class _Work:
         if len(takes) == 1:
             flow = self._fixed_flow(made, np.full(len(made), takes[0]), self._x(value.producer), price)
             return _Flow(flow.made, flow.wanted, flow.columns, int(takes[0]))
-        p, q = (axis.ravel() for axis in np.meshgrid(gives, takes, indexing="ij"))
-        finite = np.isfinite(price[p, q])
-        p, q = p[finite], q[finite]
+        give, take = np.nonzero(np.isfinite(price[gives[:, None], takes]))
+        p, q = gives[give], takes[take]
         columns = self.builder.add_columns(np.zeros(len(p)))
-        self._marginal(gives, p, columns, made, self._x(value.producer))
-        self._marginal(takes, q, columns, wants, self._x(consumer.node))
+        self._marginal(gives, give, columns, made, self._x(value.producer))
+        self._marginal(takes, take, columns, wants, self._x(consumer.node))
         self._remember(index, position, p, q, columns)
         return _Flow(p, q, columns)
 
@@ -268,9 +268,9 @@ class _Work:
         return _Flow(made[finite], wanted[finite], columns[finite])
 
     def _marginal(self, layouts: Ints, of_flow: Ints, flow: Ints, of_strategy: Ints, x: Ints) -> None:
-        """For every layout: Σ f over it - Σ x of the strategies that have it = 0."""
+        """For every layout: Σ f over it - Σ x of the strategies that have it = 0. `of_flow`: places in `layouts`."""
         rows = self.builder.add_rows(len(layouts), 0.0, 0.0)
-        self.builder.add_entries(rows[np.searchsorted(layouts, of_flow)], flow, 1.0)
+        self.builder.add_entries(rows[of_flow], flow, 1.0)
         self.builder.add_entries(rows[np.searchsorted(layouts, of_strategy)], x, -1.0)
 
     def _remember(self, index: int, position: int, p: Ints, q: Ints, columns: Ints) -> None:
@@ -362,6 +362,16 @@ class _Work:
                 self.builder.add_entries(rows[place], self._x(node), -1.0)
             self.versions[key] = VersionColumns(value=index, positions=positions, columns=table)
         return self.versions[key]
+
+
+@lru_cache(maxsize=50_000)
+def _told_apart(layouts: tuple[int, ...]) -> tuple[Ints, Ints]:
+    """Those that differ, in order, and all as they are."""
+    every = np.array(layouts, dtype=np.int64)
+    apart = np.unique(every)
+    every.setflags(write=False)
+    apart.setflags(write=False)
+    return apart, every
 
 
 def most_bytes(problem: Problem, moment: Moment) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -337,10 +338,17 @@ def _same_form(a: PartedProblem, b: PartedProblem) -> bool:
 
 def _same_conversions(a: ProblemValue, b: ProblemValue) -> bool:
     """True if the same ones exist, and the same ones are free."""
+    if a is b:
+        return True
     if (a.producer, a.made, a.consumers) != (b.producer, b.made, b.consumers):
         return False
-    kinds = ([(us > 0) + (us == math.inf) for row in v.reshard_us for us in row] for v in (a, b))
-    return next(kinds) == next(kinds)
+    return a.reshard_us == b.reshard_us or _kinds(a.reshard_us) == _kinds(b.reshard_us)
+
+
+@lru_cache(maxsize=20_000)
+def _kinds(table: tuple[tuple[float, ...], ...]) -> tuple[int, ...]:
+    """0 of what is free, 2 of what can't be."""
+    return tuple((us > 0) + (us == math.inf) for row in table for us in row)
 
 
 @dataclass(frozen=True, slots=True)

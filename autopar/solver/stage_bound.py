@@ -18,14 +18,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 
+from autopar.ir.parts import Frame, PartedProblem
 from autopar.ir.stages import StageProblem, fixed_cuts
-from autopar.solver.cut_line import Cuts, FixedCuts, LineCuts
+from autopar.solver.cut_line import Cuts, cuts_of
+from autopar.solver.even_cut import unchosen
 from autopar.solver.linear import Floats
 from autopar.solver.parts import PriceBound
+
+
+def least_of(
+    parted: PartedProblem, frame: Frame, chunks: int, bounds: Sequence[PriceBound], passed_bytes: float,
+    transient: Sequence[float] = (),
+) -> float:  # fmt: skip
+    """No plan with so many chunks takes less, by these bounds."""
+    problem = frame.problem(parted, unchosen(parted), chunks, passed_bytes)
+    return least_step_us(problem, [p for p, _ in parted.runs], bounds, transient)
 
 
 def least_step_us(
@@ -38,28 +48,14 @@ def least_step_us(
     stages = len(problem.stages)
     if problem.instances < stages * problem.chunks or any(math.inf in b.least for b in bounds):
         return math.inf
-    counts = [run.count for run in problem.runs]
     longest = problem.instances - stages + 1
     fixed = fixed_cuts(problem) is not None
     tried = longest if fixed else min(longest, 2 * -(-problem.instances // stages) + 4)
     while True:
-        value, next_up = _of_cuts(problem, _cuts(problem, counts, tried), run_parts, bounds, transient, tried)
+        value, next_up = _of_cuts(problem, cuts_of(problem, tried), run_parts, bounds, transient, tried)
         if fixed or tried == longest or value <= next_up:
             return value
         tried = min(longest, 2 * tried)
-
-
-def _cuts(problem: StageProblem, counts: Sequence[int], longest: int) -> Cuts:
-    cuts = fixed_cuts(problem)
-    if cuts is not None:
-        return FixedCuts(cuts)
-    return _line_cuts(tuple(counts), len(problem.stages), longest)
-
-
-@lru_cache(maxsize=64)
-def _line_cuts(counts: tuple[int, ...], stages: int, longest: int) -> LineCuts:
-    """Made of whole numbers only, and asked for with every bound."""
-    return LineCuts(counts, stages, longest)
 
 
 def _of_cuts(
@@ -67,7 +63,21 @@ def _of_cuts(
     transient: Sequence[float], longest: int,
 ) -> tuple[float, float]:  # fmt: skip
     """The bound over these cuts, and what a stage of `longest` or more instances makes of a step at the least."""
-    held = cuts.contents.astype(np.float64)
+    work = _work(problem, cuts.contents.astype(np.float64), run_parts, bounds, transient)
+    exposed = np.array([[problem.exposed_us(s)] for s in range(len(problem.stages))])
+    slowest, total = cuts.best(work + exposed, np.maximum), cuts.best(work, np.add)
+    if slowest is None or total is None:
+        return math.inf, 0.0
+    rest = problem.filling * total[0] + problem.crossings_us
+    longer = (work + exposed)[:, cuts.contents.sum(axis=1) >= longest]
+    return problem.pace * slowest[0] + rest, problem.pace * float(longer.min(initial=math.inf)) + problem.crossings_us
+
+
+def _work(
+    problem: StageProblem, held: Floats, run_parts: Sequence[int], bounds: Sequence[PriceBound],
+    transient: Sequence[float],
+) -> Floats:  # fmt: skip
+    """[stage, content]: w of the module's docstring, the largest of all bounds; inf where nothing fits."""
     speed = np.array([[s.speed] for s in problem.stages])
     once = once_weight(len(problem.stages), problem.micro_batches, problem.chunks) * (1 + 1e-9)
     room = _room(problem, held, run_parts, transient)
@@ -84,13 +94,16 @@ def _of_cuts(
             else:
                 fits &= least - price * room <= 1e-6 * np.abs(least)
     work[~fits] = math.inf
-    exposed = np.array([[problem.exposed_us(s)] for s in range(len(problem.stages))])
-    slowest, total = cuts.best(work + exposed, np.maximum), cuts.best(work, np.add)
-    if slowest is None or total is None:
-        return math.inf, 0.0
-    rest = problem.filling * total[0] + problem.crossings_us
-    longer = (work + exposed)[:, cuts.contents.sum(axis=1) >= longest]
-    return problem.pace * slowest[0] + rest, problem.pace * float(longer.min(initial=math.inf)) + problem.crossings_us
+    return work
+
+
+def stage_work_us(
+    problem: StageProblem, held: Sequence[Sequence[int]], run_parts: Sequence[int], bounds: Sequence[PriceBound],
+    transient: Sequence[float],
+) -> list[float]:  # fmt: skip
+    """Of each stage the least µs that these bounds know of what it holds: `held[stage][run]` instances."""
+    work = _work(problem, np.array(held, dtype=np.float64), run_parts, bounds, transient)
+    return [float(us) for us in np.diagonal(work)]
 
 
 def once_weight(stages: int, micro_batches: int, chunks: int) -> float:

@@ -37,7 +37,7 @@ from autopar.ir.stages import (
     evaluate_stages,
     fixed_cuts,
 )
-from autopar.solver.cut_line import Cuts, FixedCuts, LineCuts
+from autopar.solver.cut_line import Cuts, cuts_of
 from autopar.solver.linear import Bools, Floats, Ints
 from autopar.solver.mixes import NODES, SAME, AllMixes, Mixer, all_mixes, count_mixes, useful_columns
 
@@ -117,7 +117,7 @@ def _needed_bytes(problem: StageProblem) -> int:
 
 def _peak_bytes(problem: StageProblem, limits: Floats) -> int | None:
     kinds = _Kinds(problem)
-    cuts = _cuts(problem, problem.instances - len(problem.stages) + 1)
+    cuts = cuts_of(problem, problem.instances - len(problem.stages) + 1)
     fixed = np.array([[s.fixed_bytes] for s in problem.stages])
     used = kinds.smallest(cuts.contents)[kinds.of_stage] + fixed
     used[used > limits] = np.inf
@@ -134,13 +134,6 @@ def _infeasible(needed_bytes: int | None) -> StageSolution:
         bound_us=math.inf,
         needed_bytes=needed_bytes,
     )
-
-
-def _cuts(problem: StageProblem, longest: int) -> Cuts:
-    cuts = fixed_cuts(problem)
-    if cuts is not None:
-        return FixedCuts(cuts)
-    return LineCuts([run.count for run in problem.runs], len(problem.stages), longest)
 
 
 def _solve_step(problem: StageProblem, cutoff_us: float) -> StageSolution | None:
@@ -348,7 +341,7 @@ class _Search:
         if longest * len(problem.stages) < problem.instances:
             return False
         self.cap_us = cap_us
-        self.cuts = _cuts(problem, longest)
+        self.cuts = cuts_of(problem, longest)
         contents = self.cuts.contents
         held = contents.astype(np.float64)
         us = _relaxed_us(kinds, held)

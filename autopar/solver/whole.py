@@ -13,13 +13,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from autopar.ir.parts import Amount, Choice, Frame, PartedProblem, WholeSolution
-from autopar.ir.problem import Moment, NodeBytes, Problem, evaluate
-from autopar.ir.stages import Column, Run, StageProblem
+from autopar.ir.parts import Amount, Choice, Frame, WholeSolution
+from autopar.ir.problem import Problem, evaluate
+from autopar.ir.stages import Run, StageProblem
+from autopar.solver.even_cut import even_share, unchosen
 from autopar.solver.parts import Held, PartsModel, PriceBound, Weights
-from autopar.solver.stage_bound import least_step_us, once_weight
+from autopar.solver.stage_bound import least_of, once_weight, stage_work_us
 from autopar.solver.stages import solve_stages
 
 FACTORS = (1.01, 0.99, 0.3, 1.5, 4.0)
@@ -32,15 +33,8 @@ EVERY = 4096
 """Choices of a problem up to which all are tried, where bounds leave something open."""
 ROUNDS = 6
 """Of refining."""
-
-
-def least_of(
-    parted: PartedProblem, frame: Frame, chunks: int, bounds: Sequence[PriceBound], passed_bytes: float,
-    transient: Sequence[float] = (),
-) -> float:  # fmt: skip
-    """No plan with so many chunks takes less, by these bounds."""
-    problem = frame.problem(parted, unchosen(parted), chunks, passed_bytes)
-    return least_step_us(problem, [p for p, _ in parted.runs], bounds, transient)
+TIGHTER = 4
+"""Bounds that a plan's stages are looked at for, in a round."""
 
 
 @dataclass
@@ -110,8 +104,7 @@ class WholeSearch:
         self._add_choices(chunks, first, FACTORS)
         found: WholeSolution | None = None
         for _ in range(ROUNDS):
-            bound = self._least_us(chunks)
-            if bound >= cutoff_us:
+            if self._least_us(chunks) >= cutoff_us:
                 break
             found = self._assigned(chunks, first, math.inf) or found
             if found is None:
@@ -121,7 +114,7 @@ class WholeSearch:
             if self.best is None or found.step_us < self.best.step_us:
                 self.best = found
                 cutoff_us = min(cutoff_us, found.step_us)
-            if bound >= found.step_us * (1 - gap) or not (self._refine(chunks, found) or self._fill(found)):
+            if self._tighten(chunks, found, gap) or not (self._refine(chunks, found) or self._fill(found)):
                 break
         self.closed[chunks] = self._least_us(chunks)
         if self.closed[chunks] < cutoff_us * (1 - gap) and _products(self.parts.parted.problem) <= EVERY:
@@ -259,66 +252,43 @@ class WholeSearch:
                     if choice is not None:
                         self.choices.setdefault(choice)
 
+    def _tighten(self, chunks: int, found: WholeSolution, gap: float) -> bool:
+        """True if the plan is near enough to the bound: with more of these, at the prices of the memory of those of its
+        stages that take most above what is known."""
+        problem, evaluation = found.problem, found.assignment.evaluation
+        assert evaluation is not None and found.assignment.assignment is not None
+        cuts, parts = found.assignment.assignment.cuts, [p for p, _ in self.parts.parted.runs]
+        for _ in range(TIGHTER):
+            if self._least_us(chunks) >= found.step_us * (1 - gap):
+                return True
+            least = stage_work_us(problem, cuts, parts, self.bounds, self.transient)
+            above = [
+                busy + _once(problem) * finish - us
+                for busy, finish, us in zip(evaluation.busy_us, evaluation.finish_us, least, strict=True)
+            ]
+            order = sorted(range(len(above)), key=lambda s: -above[s])
+            if not any(self._limited(problem, s, self._held(cuts[s]))[1] for s in order):
+                break
+        return self._least_us(chunks) >= found.step_us * (1 - gap)
+
+    def _held(self, cut: Sequence[int]) -> tuple[int, ...]:
+        """Instances of each part, of instances of each run."""
+        held = [0] * len(self.parts.parted.parts)
+        for (part, _), count in zip(self.parts.parted.runs, cut, strict=True):
+            held[part] += count
+        return tuple(held)
+
     def _refine(self, chunks: int, found: WholeSolution) -> bool:
         """A bound and choices at the price of the memory of the stages that set the pace; False if nothing is new."""
         problem, evaluation = found.problem, found.assignment.evaluation
         assert evaluation is not None and found.assignment.assignment is not None
         pace = [us + problem.exposed_us(s) for s, us in enumerate(evaluation.busy_us)]
         for stage in sorted(range(len(pace)), key=lambda s: -pace[s])[:2]:
-            held = [0] * len(self.parts.parted.parts)
-            for (part, _), counts in zip(
-                self.parts.parted.runs, found.assignment.assignment.counts[stage], strict=True
-            ):
-                held[part] += sum(counts)
-            bound, new = self._limited(problem, stage, tuple(held))
+            bound, new = self._limited(problem, stage, self._held(found.assignment.assignment.cuts[stage]))
             if new:
                 self._add_choices(chunks, bound, NEAR)
                 return True
         return False
-
-
-def with_memory(parted: PartedProblem, frame: Frame) -> Problem:
-    """The problem under the memory of the first and the last stage of an even cut, with one of the largest ops."""
-    count = len(frame.stages)
-    problem = frame.problem(parted, unchosen(parted), 1)
-    moments = []
-    for stage, where in dict.fromkeys(((0, "first"), (count - 1, "last"))) if count > 1 else [(0, "")]:
-        held = even_share(parted, count, last=stage == count - 1 and stage > 0)
-        place = problem.stages[stage]
-        nodes = _held_bytes(parted, held, place.in_flight)
-        base = Moment(
-            name=f"end of forward{f' of the {where} stage' if where else ''}", limit_bytes=place.limit_bytes,
-            fixed_bytes=place.fixed_bytes, nodes=nodes,
-        )  # fmt: skip
-        working = [t for t in parted.terms if t.amount is Amount.WORKING and any(held[p] for p in t.parts)]
-        moments += [
-            replace(
-                base, name=f"{base.name}, at {parted.problem.nodes[t.node].name}",
-                nodes=(*nodes, NodeBytes(node=t.node, bytes=tuple(map(int, t.sizes)))),
-            )
-            for t in working
-        ] or [base]  # fmt: skip
-    return replace(parted.problem, moments=tuple(moments))
-
-
-def _held_bytes(parted: PartedProblem, held: tuple[int, ...], in_flight: float) -> tuple[NodeBytes, ...]:
-    """What nodes hold of a stage with so many instances of each part."""
-    found: dict[int, list[int]] = {}
-    for term in parted.terms:
-        for part in term.parts:
-            share = held[part] / parted.counts[part]
-            match term.amount:
-                case Amount.RESIDENT:
-                    times = share
-                case Amount.SAVED:
-                    times = share * in_flight
-                case Amount.REMADE:
-                    times = float(held[part] > 0)
-                case _:
-                    continue
-            sizes = found.setdefault(term.node, [0] * len(term.sizes))
-            found[term.node] = [n + math.ceil(times * size) for n, size in zip(sizes, term.sizes, strict=True)]
-    return tuple(NodeBytes(node=node, bytes=tuple(sizes)) for node, sizes in found.items() if any(sizes))
 
 
 def _products(problem: Problem) -> int:
@@ -326,25 +296,5 @@ def _products(problem: Problem) -> int:
     return math.prod(len(n.cost_us) for n in problem.nodes)
 
 
-def unchosen(parted: PartedProblem) -> tuple[Run, ...]:
-    """The runs, before anything is chosen."""
-    nothing = Column(name="", forward_us=0.0, backward_us=0.0)
-    return tuple(Run(name=parted.parts[p], count=n, columns=(nothing,)) for p, n in parted.runs)
-
-
 def _once(problem: StageProblem) -> float:
     return once_weight(len(problem.stages), problem.micro_batches, problem.chunks)
-
-
-def even_share(parted: PartedProblem, stages: int, *, last: bool = False) -> tuple[int, ...]:
-    """Instances of each part on the first stage (or the `last`): an end, and as many blocks as all have."""
-    ends, inside = (parted.runs[0], parted.runs[-1]), parted.runs[1:-1]
-    blocks = sum(n for _, n in inside)
-    left = max(1, blocks // stages) if blocks else 0
-    held = [0] * len(parted.parts)
-    for part, count in ends if stages == 1 else ends[1:] if last else ends[:1]:
-        held[part] += count
-    for part, count in reversed(inside) if last else inside:
-        held[part] += min(count, left)
-        left -= min(count, left)
-    return tuple(held)
