@@ -116,19 +116,23 @@ class Models:
 
 
 class Kinds:
-    """Kinds by (tensor, rows), worked out when they are asked for."""
+    """Kinds by `Trial.kind`, worked out when they are asked for."""
 
     def __init__(self, task: Task, every: Iterable[Trial] = ()) -> None:
         self.task, self.models = task, Models()
-        self.found: dict[tuple[int, int], Kind] = {}
-        self.fewest: dict[tuple[int, int], Trial] = {}
+        self.found: dict[tuple[int, int, bool], Kind] = {}
+        self.fewest: dict[tuple[int, int, bool], Trial] = {}
         for trial in sorted(every, key=lambda t: t.data):
-            self.fewest.setdefault((trial.tensor, trial.rows), trial)
+            self.fewest.setdefault(trial.kind, trial)
 
     def nearest(self, trial: Trial) -> Kind | None:
-        """Of the same rows, or of the next larger ones that are known."""
-        larger = [rows for tensor, rows in self.found if tensor == trial.tensor and rows >= trial.rows]
-        return self.found[trial.tensor, min(larger)] if larger else None
+        """Of the same rows, or of the next larger ones that are known; one whose batch isn't cut may choose more."""
+        tensor, least, alone = trial.kind
+        larger = [(rows, not cut) for of, rows, cut in self.found if of == tensor and rows >= least and cut <= alone]
+        if not larger:
+            return None
+        rows, whole = min(larger)
+        return self.found[tensor, rows, not whole]
 
     def of(self, trial: Trial) -> Kind:
         """The trial's kind; worked out if it isn't known. Raises PinError.
@@ -137,7 +141,7 @@ class Kinds:
         ranks, each with whole weights and its own rows, but for what they wait for (the sum of their losses): so it is
         worked out on the fewest.
         """
-        key = (trial.tensor, trial.rows)
+        key = trial.kind
         if key not in self.found:
             problem = problem_of(self.task, self.fewest.get(key, trial))
             parts = self.models.of(problem.parted)

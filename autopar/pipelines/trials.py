@@ -55,6 +55,11 @@ class Trial:
         return Mesh(axes=tuple(replace(a, size=a.size * times) if a.name == "dp" else a for a in self.mesh.axes))
 
     @property
+    def kind(self) -> tuple[int, int, bool]:
+        """Trials of one kind choose from the same. The last: whether micro-batches are there one after the other."""
+        return self.tensor, self.rows, self.load.micro_batches > 1
+
+    @property
     def order(self) -> tuple[int, ...]:
         """Of two that are as good, the simpler first."""
         return (self.load.stages, self.tensor, self.rows)
