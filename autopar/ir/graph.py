@@ -26,11 +26,13 @@ class TensorMeta:
     """Global shape and dtype name ("float32").
 
     `units`: per dim the rows that a cut keeps together (`autopar.ir.cuts`); () means 1 throughout.
+    `unordered`: dims in an order that is a rank's own (rows by expert): no conversion changes how they are cut.
     """
 
     shape: tuple[int, ...]
     dtype: str
     units: tuple[int, ...] = field(default=(), repr=False)
+    unordered: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def numel(self) -> int:
