@@ -49,7 +49,7 @@ def tensor_parallel(roles: Roles, axis: str, storage: Storage, rules_of: RulesOf
     for (where, value), per_axis in storage.used.items():
         if where == graph.name:
             wanted[value] = per_axis[axis]
-    batch = roles.traces["dp"].placement
+    batch = _batch(roles)
     found: dict[str, tuple[Rule, ...]] = {}
     for node in graph.nodes:
         if node.block is not None:
@@ -60,6 +60,12 @@ def tensor_parallel(roles: Roles, axis: str, storage: Storage, rules_of: RulesOf
             wanted[out.name] = follow(node, wanted[node.refs[0]], rules_of)
         found[node.name] = _on_tp(node, rules, wanted, batch, roles.plain)
     return found
+
+
+def _batch(roles: Roles) -> dict[str, Placement]:
+    """Where values have the batch. Rows in no order have it nowhere: what is cut of them is experts."""
+    metas = roles.weights.metas
+    return {name: p for name, p in roles.traces["dp"].placement.items() if not metas[name].unordered}
 
 
 def _on_tp(

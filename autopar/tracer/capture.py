@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autopar.errors import CaptureError
 from autopar.ir.graph import BufferInfo, CapturedGraph, Graph, InputKind, ParameterInfo, TensorMeta
 from autopar.ir.options import Options
+from autopar.ops.expert_dims import with_expert_dims
 from autopar.ops.units import with_units
 from autopar.ops.unordered import with_unordered
 from autopar.tracer.again import remake_parameter_views
@@ -68,7 +69,7 @@ def capture(
                 raise captured
             regions = find_regions(rig, inputs, captured, regions, _attempt(rig, inputs))
             captured = _captured(rig, inputs, options, model_name or type(model).__name__, regions)
-    captured = with_units(with_unordered(_tidied(captured)))
+    captured = with_expert_dims(with_units(with_unordered(_tidied(captured))))
     check_graph(captured)
     return captured
 

@@ -26,8 +26,9 @@ EXPERTS, K, WIDTH, INNER = 6, 2, 6, 6
 OPS = ("route", "spread", "collect", "grouped_mm", "grouped_outer")
 
 
-def routed(x: Tensor, up: Tensor, down: Tensor, score: Tensor, index: Tensor) -> Tensor:
-    """Tokens [..., width] through k experts each."""
+def routed(x: Tensor, up: Tensor, down: Tensor, score: Tensor, liking: Tensor) -> Tensor:
+    """Tokens [..., width] through the k experts that each likes best."""
+    index = liking.topk(K, -1).indices
     ends, order = torch.ops.autopar.route(index, up.shape[0])
     slots = x.unsqueeze(-2).expand(*x.shape[:-1], index.shape[-1], x.shape[-1])
     rows = torch.ops.autopar.spread(slots, ends, order)
@@ -37,23 +38,23 @@ def routed(x: Tensor, up: Tensor, down: Tensor, score: Tensor, index: Tensor) ->
 
 
 def crowded(*shape: int, without: int = 4) -> Tensor:
-    """Experts of tokens: one of them has most, `without` none; the first tokens' are not like the last ones'."""
+    """How tokens like experts: one of them has most, `without` none; the first tokens' are not like the last ones'."""
     g = torch.Generator().manual_seed(11)
     found = torch.rand((*shape, EXPERTS), generator=g) + torch.linspace(1, 0, EXPERTS)
     found.view(-1, EXPERTS)[: found[..., 0].numel() // 3, 0] -= 2
     found[..., without] = -9
-    return found.topk(K, -1).indices
+    return found
 
 
 def made(*shape: int) -> tuple[Function, dict[str, Tensor]]:
-    index = crowded(*shape)
-    counts = index.flatten().bincount(minlength=EXPERTS)
+    liking = crowded(*shape)
+    counts = liking.topk(K, -1).indices.flatten().bincount(minlength=EXPERTS)
     assert counts[4] == 0 and len(set(counts.tolist())) > 3
     tensors = {
         "x": unequal(*shape, WIDTH), "up": unequal(EXPERTS, WIDTH, INNER, seed=1),
         "down": unequal(EXPERTS, WIDTH, INNER, seed=2), "score": unequal(*shape, K, seed=3),
     }  # fmt: skip
-    return Function(routed, tensors, {"index": index}), {"index": index}
+    return Function(routed, tensors, {"liking": liking}), {"liking": liking}
 
 
 def only(op: str) -> bool:
@@ -72,6 +73,7 @@ def test_every_layout_of_experts(mesh: Mesh) -> None:
     assert tags(plans) >= {"", "exchange", "own", "experts"}
 
 
+@pytest.mark.slow
 def test_experts_cut_on_two_axes() -> None:
     """Rows exchanged on one axis, those of own experts taken on the other; tokens cut on both."""
     function, inputs = made(6, 2)
@@ -120,3 +122,11 @@ def test_rows_in_no_order_must_be_known(monkeypatch: pytest.MonkeyPatch) -> None
     function, inputs = made(12)
     with pytest.raises(AssertionError):
         check(case(function, inputs, steps=1), line(2), only=only)
+
+
+@pytest.mark.parametrize("mesh", [line(2, "dp"), line(3, "dp"), grid("dp", "tp"), grid("dp", "cp")], ids=str)
+def test_experts_cut_by_axes_with_roles(mesh: Mesh) -> None:
+    """An axis that cuts the batch cuts experts too; tensor parallelism cuts experts or their matrices."""
+    function, inputs = made(6, 2)
+    plans = check(case(function, inputs, steps=1), mesh, only=only)
+    assert tags(plans) >= {"exchange", "experts"} | ({"own"} if "tp" in mesh.names else set())
