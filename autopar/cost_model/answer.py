@@ -17,7 +17,7 @@ from autopar.cost_model.wiring import SlotKind, stays
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph, InputKind, TensorMeta, tensor_keys
 from autopar.ir.layout import Kind, Layout, local_shape
-from autopar.ir.options import Options
+from autopar.ir.options import TOKEN_AXES, Options
 from autopar.ir.plan import (
     AGAIN,
     Plan,
@@ -323,10 +323,12 @@ def _role(layout: Layout | None, slot: int | None, priced: Priced, picks: tuple[
     """The layout in words: what a specialist would call it."""
     if layout is None or slot is None:
         return "unused"
-    words = []
+    words, meta = [], priced.wiring.slots[slot].meta
     for axis, placement in zip(layout.axes, layout.placements, strict=True):
         cut = placement.kind is Kind.SHARD
-        if axis in ("dp", "cp"):
+        if cut and meta is not None and placement.dim == meta.experts and axis in ("ep", "tp"):
+            words.append("experts")
+        elif axis in TOKEN_AXES:
             words.append("ZeRO-3" if cut else "data parallel")
         elif cut:
             words.append(_cut_word(slot, axis, priced, picks))

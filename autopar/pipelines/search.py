@@ -1,8 +1,8 @@
 """The best of all trials: what bounds them is made tighter for that with the lowest bound, until it is solved.
 
-kind      trials of one tensor parallelism and one size of micro-batch run the same ops on the same pieces. What these
-          take at the least, with memory for nothing, bounds every trial of the kind; of a kind that nothing is known
-          of, that of larger micro-batches, as fewer rows take no less for each
+kind      trials of one tensor and expert parallelism and one size of micro-batch run the same ops on the same pieces.
+          What these take at the least, with memory for nothing, bounds every trial of the kind; of a kind that nothing
+          is known of, that of larger micro-batches, as fewer rows take no less for each
 own       the trial's own problem, with all communication and what is done once a step, under the memory of its stages
 solved    its best plan (`solver.whole`), while its bound is the lowest
 
@@ -34,7 +34,7 @@ STAGES_GAP = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What bounds all trials of one tensor parallelism and `rows`, and of fewer rows.
+    """What bounds all trials of one tensor and expert parallelism and `rows`, and of fewer rows.
 
     `problem`: of one of its trials, and `parts` its model. `free`: with memory for nothing, once for nothing.
     """
@@ -116,19 +116,20 @@ class Models:
 
 
 class Kinds:
-    """Kinds by (tensor, rows), worked out when they are asked for."""
+    """Kinds by (tensor, experts, rows), worked out when they are asked for."""
 
     def __init__(self, task: Task, every: Iterable[Trial] = ()) -> None:
         self.task, self.models = task, Models()
-        self.found: dict[tuple[int, int], Kind] = {}
-        self.fewest: dict[tuple[int, int], Trial] = {}
+        self.found: dict[tuple[int, int, int], Kind] = {}
+        self.fewest: dict[tuple[int, int, int], Trial] = {}
         for trial in sorted(every, key=lambda t: t.data):
-            self.fewest.setdefault((trial.tensor, trial.rows), trial)
+            self.fewest.setdefault((trial.tensor, trial.experts, trial.rows), trial)
 
     def nearest(self, trial: Trial) -> Kind | None:
         """Of the same rows, or of the next larger ones that are known."""
-        larger = [rows for tensor, rows in self.found if tensor == trial.tensor and rows >= trial.rows]
-        return self.found[trial.tensor, min(larger)] if larger else None
+        ranks = (trial.tensor, trial.experts)
+        larger = [rows for *alike, rows in self.found if tuple(alike) == ranks and rows >= trial.rows]
+        return self.found[*ranks, min(larger)] if larger else None
 
     def of(self, trial: Trial) -> Kind:
         """The trial's kind; worked out if it isn't known. Raises PinError.
@@ -137,7 +138,7 @@ class Kinds:
         ranks, each with whole weights and its own rows, but for what they wait for (the sum of their losses): so it is
         worked out on the fewest.
         """
-        key = (trial.tensor, trial.rows)
+        key = (trial.tensor, trial.experts, trial.rows)
         if key not in self.found:
             problem = problem_of(self.task, self.fewest.get(key, trial))
             parts = self.models.of(problem.parted)
@@ -178,9 +179,9 @@ class Search:
 
     def run(self, end: float) -> bool:
         """Search until no trial can be better by more than the gap, or `end`. True if it was not stopped."""
-        for i, tensor in enumerate(sorted({t.tensor for t in self.every})):
-            self.progress(f"bound tp={tensor}", 0.02 * i)
-            alike = [t for t in self.every if t.tensor == tensor]
+        for i, (tensor, experts) in enumerate(sorted({(t.tensor, t.experts) for t in self.every})):
+            self.progress(f"bound tp={tensor}" + (f" ep={experts}" if experts > 1 else ""), 0.02 * i)
+            alike = [t for t in self.every if (t.tensor, t.experts) == (tensor, experts)]
             with contextlib.suppress(sharding.PinError):  # of this one, which says nothing of the others
                 self.kinds.of(max(alike, key=lambda t: (t.rows, -t.data)))
         found = [Known(t) for t in self.every]

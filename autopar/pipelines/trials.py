@@ -13,6 +13,7 @@ from autopar.cost_model.search_space import (
     check_axes,
     check_pins,
     divisors,
+    expert_degrees,
     stage_mesh,
 )
 from autopar.errors import UserError
@@ -20,7 +21,7 @@ from autopar.ir.graph import InputKind
 from autopar.ir.load import Load
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import STAGES, Options
-from autopar.sharding import stage_blocks
+from autopar.sharding import expert_count, stage_blocks
 
 LARGEST_MICRO_BATCH = 16
 """Rows of one micro-batch on one rank: more gain nothing on matrices of 2 048 tokens a row."""
@@ -49,6 +50,11 @@ class Trial:
         return next((a.size for a in self.mesh.axes if a.name == "dp"), 1)
 
     @property
+    def experts(self) -> int:
+        """Expert-parallel ranks."""
+        return next((a.size for a in self.mesh.axes if a.name == "ep"), 1)
+
+    @property
     def pieces(self) -> Mesh:
         """The mesh that cuts a tensor as small as a rank's piece of one micro-batch."""
         times = self.load.micro_batches
@@ -57,7 +63,7 @@ class Trial:
     @property
     def order(self) -> tuple[int, ...]:
         """Of two that are as good, the simpler first."""
-        return (self.load.stages, self.tensor, self.rows)
+        return (self.load.stages, self.tensor, self.experts, self.rows)
 
     def __str__(self) -> str:
         return f"{self.load}, {self.mesh}"
@@ -137,14 +143,17 @@ def _of_stages(task: Task, stages: int, pins: Pins, allowed: Allowed) -> Iterato
     near = task.cluster.levels[0].size if task.cluster.levels else 1
     asked = "tp" in pins or "tp" in allowed
     for tensor in divisors(devices):
-        data = devices // tensor
-        if not _may("tp", tensor, pins, allowed) or not _may("dp", data, pins, allowed) or batch % data:
+        if not _may("tp", tensor, pins, allowed) or (tensor > near and not asked and devices_are_many(task)):
             continue
-        if tensor > near and not asked and devices_are_many(task):
-            continue
-        mesh = stage_mesh(data, tensor, task.cluster)
-        for rows in _micro_batch_rows(task.options, batch // data, whole=stages == 1):
-            yield Trial(load=Load(stages=stages, micro_batches=batch // data // rows), mesh=mesh, rows=rows)
+        for experts in expert_degrees(expert_count(task.captured), devices // tensor):
+            data = devices // tensor // experts
+            if not _may("ep", experts, pins, allowed) or not _may("dp", data, pins, allowed):
+                continue
+            if batch % (data * experts):
+                continue
+            mesh, share = stage_mesh(data, tensor, task.cluster, experts), batch // data // experts
+            for rows in _micro_batch_rows(task.options, share, whole=stages == 1):
+                yield Trial(load=Load(stages=stages, micro_batches=share // rows), mesh=mesh, rows=rows)
 
 
 def chunk_counts(task: Task, stages: int, micro_batches: int) -> tuple[int, ...]:

@@ -13,8 +13,10 @@ from autopar.sharding.storage import Storage
 from autopar.sharding.traces import Trace
 from autopar.sharding.weights import RulesOf, Weights, follow, is_follower
 
-TRACED = {"dp": 0, "cp": 1}
+TRACED = {"dp": 0, "cp": 1, "ep": 0}
 """Axes that follow a dim of the inputs: 0 the batch, 1 the sequence."""
+EXPERTS = "ep"
+"""The one of them that cuts experts too."""
 
 
 @dataclass(frozen=True, slots=True)

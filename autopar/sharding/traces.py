@@ -41,10 +41,13 @@ class Trace:
 
 
 def trace_graphs(
-    captured: CapturedGraph, rules_of: RulesOf, dim: int, weights: Mapping[str, Weights]
+    captured: CapturedGraph, rules_of: RulesOf, dim: int, weights: Mapping[str, Weights], *, experts: bool = False
 ) -> dict[str, Trace]:
-    """By graph name. `dim` is the dim of the inputs that is followed: 0 the batch, 1 the sequence."""
-    walker = _Walker(captured, rules_of, weights)
+    """By graph name. `dim` is the dim of the inputs that is followed: 0 the batch, 1 the sequence.
+
+    `experts`: they may be cut as well, and the rows of tokens sent to them.
+    """
+    walker = _Walker(captured, rules_of, weights, experts)
     size = followed_size(captured.top, dim)
     for given in captured.top.inputs:
         meta = given.value.meta
@@ -67,8 +70,11 @@ def _follows(meta: TensorMeta, dim: int) -> bool:
 class _Walker:
     """Carries placements forward; blocks are walked when first called, with what their arguments have."""
 
-    def __init__(self, captured: CapturedGraph, rules_of: RulesOf, weights: Mapping[str, Weights]) -> None:
+    def __init__(
+        self, captured: CapturedGraph, rules_of: RulesOf, weights: Mapping[str, Weights], experts: bool
+    ) -> None:
         self.captured = captured
+        self.experts = experts
         self.rules_of = rules_of
         self.weights = weights
         self.traces = {g.name: Trace() for g in captured.graphs}
@@ -78,9 +84,9 @@ class _Walker:
     def walk(self, graph: Graph, phase: Phase | None = None) -> None:
         trace = self.traces[graph.name]
         self._tangents(graph, trace)
-        trace.by_experts.update(
-            {i.value.name: S(i.value.meta.experts) for i in graph.inputs if i.value.meta.experts >= 0}
-        )
+        if self.experts:
+            marked = (i.value for i in graph.inputs if i.value.meta.experts >= 0)
+            trace.by_experts.update({value.name: S(value.meta.experts) for value in marked})
         for node in graph.nodes:
             if phase is not None and node.phase is not phase:
                 continue
@@ -133,7 +139,8 @@ class _Walker:
         held = tuple(name in weights.parameter for name in node.refs)
         metas = tuple(weights.metas[name] for name in node.refs)
         fitting, lost = self._fitting(node, rules, states, held, metas)
-        trace.allowed[node.name] = (*fitting, *self._by_experts(node, rules, trace, states, held))
+        more = self._by_experts(node, rules, trace, states, held) if self.experts else ()
+        trace.allowed[node.name] = (*fitting, *more)
         if lost:
             trace.lost.add(node.name)
         for i, value in enumerate(node.outputs):

@@ -124,9 +124,11 @@ def test_rows_in_no_order_must_be_known(monkeypatch: pytest.MonkeyPatch) -> None
         check(case(function, inputs, steps=1), line(2), only=only)
 
 
-@pytest.mark.parametrize("mesh", [line(2, "dp"), line(3, "dp"), grid("dp", "tp"), grid("dp", "cp")], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [line(2, "ep"), line(3, "ep"), grid("ep", "tp"), grid("dp", "ep"), grid("cp", "ep")], ids=str
+)
 def test_experts_cut_by_axes_with_roles(mesh: Mesh) -> None:
-    """An axis that cuts the batch cuts experts too; tensor parallelism cuts experts or their matrices."""
-    function, inputs = made(6, 2)
+    """`ep` cuts the batch and experts too; tensor parallelism cuts experts or their matrices."""
+    function, inputs = made(12, 2)
     plans = check(case(function, inputs, steps=1), mesh, only=only)
     assert tags(plans) >= {"exchange", "experts"} | ({"own"} if "tp" in mesh.names else set())
