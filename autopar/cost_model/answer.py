@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -42,6 +43,7 @@ from autopar.ir.reshard import plan_reshard
 from autopar.ir.solution import Solution
 from autopar.ir.strategy import Note, Strategy
 from autopar.ir.timeline import StageMemory
+from autopar.ops.experts import EXCHANGE, OWN
 
 LARGEST = 12
 """How many of what holds the most memory a plan names."""
@@ -134,7 +136,7 @@ def whole_plan(
         parameters=parameters,
         predicted=predicted,
         solver=solver,
-        notes=[PlanNote(kind=n.kind, where=n.where, message=n.message) for n in notes],
+        notes=[PlanNote(kind=n.kind, where=n.where, message=n.message) for n in (*notes, *_estimates(said))],
         strategies=said.strategies,
         inputs=said.inputs,
         outputs=said.outputs,
@@ -144,6 +146,17 @@ def whole_plan(
         precision=options.precision,
         request=PlanRequest(inputs=inputs_of(captured), options=asked_options(options)),
     )
+
+
+def _estimates(said: Written) -> Iterator[Note]:
+    """What a plan assumes of data."""
+    for graph, nodes in said.strategies.items():
+        routed = next((key for key, op in nodes.items() if {EXCHANGE, OWN} & set(op.tags)), None)
+        if routed is not None:
+            where = routed.rpartition("/autopar.")[0] or graph
+            yield Note(
+                "estimate", where, "time and memory are those of as many rows for each expert; batches may differ"
+            )
 
 
 def _picks(priced: Priced, choice: tuple[int, ...]) -> tuple[Strategy | Layout, ...]:

@@ -1,4 +1,4 @@
-"""Which meshes a search looks at: every way to write the device count as dp × cp × ep × free × tp within the options."""
+"""Which meshes a search looks at: all ways to write the device count as dp × cp × ep × free × tp within the options."""
 
 from __future__ import annotations
 

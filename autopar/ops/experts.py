@@ -115,16 +115,20 @@ def _mm_flops(node: Node, inputs: Metas, outputs: OutMetas) -> float:
     return 2.0 * inputs[0].numel * inputs[1].shape[-1]
 
 
+GROUPED: Mapping[str, OpEntry] = {
+    "autopar.grouped_mm.default": OpEntry(
+        rules=_grouped_mm, local=lambda here: here.same("local_ops.grouped_mm"), flops=_mm_flops
+    ),
+    "autopar.grouped_outer.default": OpEntry(
+        rules=_grouped_outer, local=lambda here: here.same("local_ops.grouped_outer"), flops=_mm_flops
+    ),
+}
+
 EXPERT_OPS: Mapping[str, OpEntry] = {
+    **GROUPED,
     "autopar.route.default": OpEntry(rules=_route, local=_local_route, inner=_counts_sent),
     "autopar.spread.default": OpEntry(rules=_spread, local=_local_spread, inner=_rows_sent),
     "autopar.collect.default": OpEntry(rules=_collect, local=_local_collect, inner=_rows_sent),
-    "autopar.grouped_mm.default": OpEntry(
-        rules=_grouped_mm, local=lambda h: h.same("local_ops.grouped_mm"), flops=_mm_flops
-    ),
-    "autopar.grouped_outer.default": OpEntry(
-        rules=_grouped_outer, local=lambda h: h.same("local_ops.grouped_outer"), flops=_mm_flops
-    ),
 }
 
 ROUTED: Mapping[str, tuple[bool, ...]] = {

@@ -145,15 +145,26 @@ def _of_stages(task: Task, stages: int, pins: Pins, allowed: Allowed) -> Iterato
     for tensor in divisors(devices):
         if not _may("tp", tensor, pins, allowed) or (tensor > near and not asked and devices_are_many(task)):
             continue
-        for experts in expert_degrees(expert_count(task.captured), devices // tensor):
+        for experts in _expert_degrees(task, devices // tensor, tensor, pins, allowed):
             data = devices // tensor // experts
-            if not _may("ep", experts, pins, allowed) or not _may("dp", data, pins, allowed):
+            if not _may("dp", data, pins, allowed):
                 continue
             if batch % (data * experts):
                 continue
             mesh, share = stage_mesh(data, tensor, task.cluster, experts), batch // data // experts
             for rows in _micro_batch_rows(task.options, share, whole=stages == 1):
                 yield Trial(load=Load(stages=stages, micro_batches=share // rows), mesh=mesh, rows=rows)
+
+
+def _expert_degrees(task: Task, ranks: int, tensor: int, pins: Pins, allowed: Allowed) -> tuple[int, ...]:
+    """Of `ranks`, how many experts may be spread over. On many devices, none, or whole nodes in powers of 4."""
+    found = expert_degrees(expert_count(task.captured), ranks)
+    if "ep" in pins or "ep" in allowed:
+        return tuple(n for n in found if _may("ep", n, pins, allowed))
+    if not devices_are_many(task):
+        return found
+    near = task.cluster.levels[0].size
+    return tuple(n for n in found if n == 1 or (n * tensor) in {near * 4**k for k in range(len(found))})
 
 
 def chunk_counts(task: Task, stages: int, micro_batches: int) -> tuple[int, ...]:
