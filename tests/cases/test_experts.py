@@ -85,6 +85,30 @@ def test_every_layout_of_experts(mesh: Mesh) -> None:
     assert tags(plans) >= {"", "exchange", "own", "experts"}
 
 
+def elaborate(x: Tensor, up: Tensor, down: Tensor, bias: Tensor, liking: Tensor) -> Tensor:
+    """Experts with biases, gates that take every other column, and a norm: ops that name how many rows there are."""
+    index = liking.topk(K, -1).indices
+    ends, order = torch.ops.autopar.route(index, up.shape[0])
+    rows = torch.ops.autopar.spread(x.unsqueeze(-2).expand(*index.shape, x.shape[-1]), ends, order)
+    expert = torch.ops.autopar.spread(index.unsqueeze(-1), ends, order).squeeze(-1)
+    rows = torch.ops.autopar.grouped_mm(rows, up, ends) + bias[expert]
+    rows = rows[..., ::2].sigmoid() * rows[..., 1::2]
+    rows = torch.ops.autopar.grouped_mm(rows, down, ends)
+    rows = rows * (rows.pow(2).mean(-1, keepdim=True) + 0.1).rsqrt()
+    return torch.ops.autopar.collect(rows, ends, order, list(index.shape)).sum(-2)
+
+
+@pytest.mark.parametrize("mesh", [line(2, "ep"), pytest.param(grid("ep", "tp"), marks=pytest.mark.slow)], ids=str)
+def test_what_is_between_the_products(mesh: Mesh) -> None:
+    liking = {"liking": crowded(12)}
+    tensors = {
+        "x": unequal(12, WIDTH), "up": unequal(EXPERTS, WIDTH, 2 * INNER, seed=1),
+        "down": unequal(EXPERTS, INNER, WIDTH, seed=2), "bias": unequal(EXPERTS, 2 * INNER, seed=3),
+    }  # fmt: skip
+    plans = check(case(Function(elaborate, tensors, liking), liking, steps=1), mesh)
+    assert tags(plans) >= {"exchange", "experts"}
+
+
 @pytest.mark.slow
 def test_experts_cut_on_two_axes() -> None:
     """Rows exchanged on one axis, those of own experts taken on the other; tokens cut on both."""
