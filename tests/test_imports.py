@@ -43,9 +43,12 @@ ALLOWED: dict[str, set[str]] = {
 MODULES = {
     ("tracer", "autopar.ops.custom"),
     ("tracer", "autopar.ops.units"),
+    ("tracer", "autopar.ops.unordered"),
+    ("tracer", "autopar.ops.expert_dims"),
+    ("runtime", "autopar.ops.custom"),
 }
 """(room, single module of another room that it may import): our own operators are defined once, beside their rules;
-which rows stay together follows from the rules."""
+which rows stay together, and which are in no order or count experts, follows from the rules."""
 
 
 def room_of(path: Path) -> str:

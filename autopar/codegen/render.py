@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.errors import CompilerError
-from autopar.ir.cuts import Own
+from autopar.ir.cuts import LengthOf, Own
 from autopar.ir.graph import Ref, TorchConst
 from autopar.ir.program import Collective, Compute, Local
 from autopar.ir.reshard import Collective as Kind
@@ -24,6 +24,8 @@ def literal(arg: Any, rename: Mapping[str, str]) -> str:
             return rename.get(arg.name, arg.name)
         case Own():
             return f"{rename.get(own_key(arg), own_name(arg))}.{arg.part}"
+        case LengthOf():
+            return f"{rename.get(arg.name, arg.name)}.shape[{arg.dim}]"
         case TorchConst(kind="device"):
             return "rt.device"
         case TorchConst():

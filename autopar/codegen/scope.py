@@ -13,7 +13,7 @@ from autopar.ir.layout import Layout, fits, local_shape, unit_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import CallBlock, Collective, Compute, Convert, Free, Keep, Local, Place, Step
 from autopar.ir.reshard import Collective as Kind
-from autopar.ir.reshard import ReshardStep, plan_reshard
+from autopar.ir.reshard import ReshardStep, keeps_order, plan_reshard
 
 RESERVED = frozenset(
     {
@@ -157,7 +157,7 @@ class Scope:
 def conversion(before: Local, after: Local, names: Names, place: Place) -> Convert:
     """The steps from one version to another. All go by the name of the last."""
     path = plan_reshard(before.layout, after.layout)
-    if path is None:
+    if path is None or not keeps_order(before.layout, after.layout, names.metas[before.value].unordered):
         raise CompilerError(f"{before.value}: nothing turns {before.layout} into {after.layout} (for {place.key})")
     steps, at = [], before.name
     for step in path:

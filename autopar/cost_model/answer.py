@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -17,7 +18,7 @@ from autopar.cost_model.wiring import SlotKind, stays
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph, InputKind, TensorMeta, tensor_keys
 from autopar.ir.layout import Kind, Layout, local_shape
-from autopar.ir.options import Options
+from autopar.ir.options import TOKEN_AXES, Options
 from autopar.ir.plan import (
     AGAIN,
     Plan,
@@ -42,6 +43,7 @@ from autopar.ir.reshard import plan_reshard
 from autopar.ir.solution import Solution
 from autopar.ir.strategy import Note, Strategy
 from autopar.ir.timeline import StageMemory
+from autopar.ops.experts import EXCHANGE, OWN
 
 LARGEST = 12
 """How many of what holds the most memory a plan names."""
@@ -136,7 +138,7 @@ def whole_plan(
         parameters=parameters,
         predicted=predicted,
         solver=solver,
-        notes=[PlanNote(kind=n.kind, where=n.where, message=n.message) for n in notes],
+        notes=[PlanNote(kind=n.kind, where=n.where, message=n.message) for n in (*notes, *_estimates(said))],
         strategies=said.strategies,
         inputs=said.inputs,
         outputs=said.outputs,
@@ -147,6 +149,17 @@ def whole_plan(
         precision=options.precision,
         request=PlanRequest(inputs=inputs_of(captured), options=asked_options(options)),
     )
+
+
+def _estimates(said: Written) -> Iterator[Note]:
+    """What a plan assumes of data."""
+    for graph, nodes in said.strategies.items():
+        routed = next((key for key, op in nodes.items() if {EXCHANGE, OWN} & set(op.tags)), None)
+        if routed is not None:
+            where = routed.rpartition("/autopar.")[0] or graph
+            yield Note(
+                "estimate", where, "time and memory are those of as many rows for each expert; batches may differ"
+            )
 
 
 def _picks(priced: Priced, choice: tuple[int, ...]) -> tuple[Strategy | Layout, ...]:
@@ -336,10 +349,12 @@ def _role(layout: Layout | None, slot: int | None, priced: Priced, picks: tuple[
     """The layout in words: what a specialist would call it."""
     if layout is None or slot is None:
         return "unused"
-    words = []
+    words, meta = [], priced.wiring.slots[slot].meta
     for axis, placement in zip(layout.axes, layout.placements, strict=True):
         cut = placement.kind is Kind.SHARD
-        if axis in ("dp", "cp"):
+        if cut and meta is not None and placement.dim == meta.experts and axis in ("ep", "tp"):
+            words.append("experts")
+        elif axis in TOKEN_AXES:
             words.append("ZeRO-3" if cut else "data parallel")
         elif cut:
             words.append(_cut_word(slot, axis, priced, picks))

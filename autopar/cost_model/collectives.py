@@ -21,7 +21,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import ITEM_BYTES, TensorMeta
 from autopar.ir.layout import Layout, fits, local_shape
 from autopar.ir.mesh import Mesh
-from autopar.ir.reshard import Collective, ReshardStep, plan_reshard
+from autopar.ir.reshard import Collective, ReshardStep, keeps_order, plan_reshard
 
 CollectivePrice = Callable[[Collective, float, str], float]
 
@@ -124,7 +124,7 @@ def _step_bytes(
 def price_reshard(pieces: Pieces, before: Layout, after: Layout, price: CollectivePrice, stays: bool = False) -> float:
     """Σ over `plan_reshard(before, after)` of `price(collective, bytes, axis)`. `stays`: what is read is there anyway.
 
-    inf where there is no way, and where a layout on the way cuts a dim that isn't there.
+    inf where there is no way (of rows in no order, say), and where a layout on the way cuts a dim that isn't there.
     """
     steps = price_steps(pieces, before, after, price, stays)
     return math.inf if steps is None else sum(steps)
@@ -134,7 +134,7 @@ def price_steps(
     pieces: Pieces, before: Layout, after: Layout, price: CollectivePrice, stays: bool = False
 ) -> list[float] | None:
     """The prices of `plan_reshard(before, after)`'s steps; None where `price_reshard` is inf."""
-    steps = plan_reshard(before, after)
+    steps = plan_reshard(before, after) if keeps_order(before, after, meta.unordered) else None
     if steps is None:
         return None
     found = []

@@ -5,11 +5,18 @@ from __future__ import annotations
 from autopar import ops
 from autopar.ops.attention import ATTENTION
 from autopar.ops.convolution import CONVOLUTIONS
+from autopar.ops.experts import GROUPED
 from autopar.ops.matmul import MATMULS
 from autopar.ops.norms import NORMS
 from autopar.ops.region import REGIONS
 
-_FAMILIES = {"matmul": MATMULS, "attention": ATTENTION, "convolution": CONVOLUTIONS, "norm": NORMS, "region": REGIONS}
+_FAMILIES = {
+    "matmul": {**MATMULS, **GROUPED},
+    "attention": ATTENTION,
+    "convolution": CONVOLUTIONS,
+    "norm": NORMS,
+    "region": REGIONS,
+}
 _WORDS = {"norm": "norm", "embedding": "embedding", "nll_loss": "loss", "cross_entropy": "loss", "log_softmax": "loss"}
 
 

@@ -1,4 +1,4 @@
-"""Which meshes a search looks at: every way to write the device count as dp × cp × free × tp that the options allow."""
+"""Which meshes a search looks at: all ways to write the device count as dp × cp × ep × free × tp within the options."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.options import DEGREE_NAMES, STAGES, Options
 
-ORDER = ("dp", "cp", "free", "tp")
+ORDER = ("dp", "cp", "ep", "free", "tp")
 """Mesh axes, slowest first: the heaviest traffic (tp) between neighbours, who have the fastest links."""
 DEGREES = (*ORDER, "pp")
 """What a pin may give a size to: the axes, and the number of pipeline stages."""
 SEARCHED = frozenset({"dp", "tp"})
-"""Axes that take any size unless told otherwise; the others have size 1 unless pinned or in `search_space`."""
+"""Axes that take any size unless told otherwise; `ep` takes what divides the experts, if a model has any; the others
+have size 1 unless pinned or in `search_space`."""
 
 
 def mesh_candidates(cluster: ClusterSpec, options: Options, sizes: Mapping[str, int] | None = None) -> tuple[Mesh, ...]:
     """Meshes over all devices of `cluster` within pins and search space, the most promising first.
 
     `sizes`: of what the model's inputs give an axis to cut, as far as it is known: rows of the batch to dp, places of
-    the sequence to cp. Where such an axis is asked for, no rank is left with nothing.
+    the sequence to cp, experts to ep. Where such an axis is asked for, no rank is left with nothing.
 
     Axes of size 1 are left out: one device gives the mesh with no axes. Where neighbours don't have the fastest links,
     each mesh comes with its axes in every order. Raises UserError where a pin names no axis, is no size, or contradicts
@@ -37,15 +38,20 @@ def mesh_candidates(cluster: ClusterSpec, options: Options, sizes: Mapping[str, 
     allowed = allowed_degrees(options)
     allowed.pop("pp", None)
     check_pins(pins, allowed, cluster)
-    if set(pins) >= SEARCHED and math.prod(pins.values()) != cluster.devices and "cp" not in allowed:
+    experts = (sizes or {}).get("ep", 1)
+    open_ = {"cp", "ep"} & set(allowed) or (experts > 1 and "ep" not in pins)
+    if set(pins) >= SEARCHED and math.prod(pins.values()) != cluster.devices and not open_:
         raise UserError(
             f"{_show(pins)} multiply to {math.prod(pins.values())} devices, but cluster {cluster.name} has "
             f"{cluster.devices} devices"
         )
     allowed = _within(pins, allowed, sizes or {})
+    if experts > 1 and "ep" not in pins:
+        allowed.setdefault("ep", expert_degrees(experts, cluster.devices))
     choices = tuple(_choices(axis, pins, allowed, cluster.devices) for axis in ORDER)
     orders = (ORDER,) if _neighbours_are_fastest(cluster) else tuple(permutations(ORDER))
-    products = [dict(zip(ORDER, sizes, strict=True)) for sizes in _products(choices, cluster.devices)]
+    products = [dict(zip(ORDER, found, strict=True)) for found in _products(choices, cluster.devices)]
+    products = [p for p in products if _shares_batch(p, pins, (sizes or {}).get("dp", 0))]
     meshes = list(dict.fromkeys(_mesh(order, sizes, cluster) for sizes in products for order in orders))
     if not meshes:
         raise UserError(_nothing_left(pins, allowed, cluster))
@@ -126,8 +132,18 @@ def check_pins(pins: Mapping[str, int], allowed: Mapping[str, tuple[int, ...]], 
         )
 
 
-CUT = {"dp": ("batch", "rows"), "cp": ("sequence", "places")}
+CUT = {"dp": ("batch", "rows"), "cp": ("sequence", "places"), "ep": ("set of experts", "experts")}
 """What an axis cuts, and into what."""
+
+
+def expert_degrees(experts: int, devices: int) -> tuple[int, ...]:
+    """Sizes of `ep`: what divides both."""
+    return divisors(math.gcd(experts, devices))
+
+
+def _shares_batch(sizes: Mapping[str, int], pins: Mapping[str, int], rows: int) -> bool:
+    """True unless the search itself would add expert parallelism that leaves ranks unequal rows of the batch."""
+    return sizes["ep"] == 1 or "ep" in pins or not rows or rows % (sizes["dp"] * sizes["ep"]) == 0
 
 
 def _within(
@@ -138,7 +154,7 @@ def _within(
     for axis, size in sizes.items():
         what, parts = CUT[axis]
         asked = (pins[axis],) if axis in pins else allowed.get(axis, ())
-        fit = tuple(n for n in asked if n <= max(1, size))
+        fit = tuple(n for n in asked if n <= max(1, size) and (axis != "ep" or max(1, size) % n == 0))
         if asked and not fit:
             said = f"pin {axis}={asked[0]}" if axis in pins else f"search_space {_degree(axis)}={list(asked)}"
             raise UserError(
@@ -245,9 +261,9 @@ def _part(cluster: ClusterSpec, start: int, count: int) -> ClusterSpec | None:
     )
 
 
-def stage_mesh(data: int, tensor: int, cluster: ClusterSpec) -> Mesh:
-    """The mesh of one pipeline stage: `dp`, which micro-batches cut too, always; `tp` where it is longer than 1."""
-    return _mesh(("dp", "tp"), {"dp": data, "tp": tensor}, cluster, always="dp")
+def stage_mesh(data: int, tensor: int, cluster: ClusterSpec, experts: int = 1) -> Mesh:
+    """The mesh of one pipeline stage: `dp`, which micro-batches cut too, always; `ep`, `tp` where longer than 1."""
+    return _mesh(("dp", "ep", "tp"), {"dp": data, "ep": experts, "tp": tensor}, cluster, always="dp")
 
 
 def _mesh(order: tuple[str, ...], sizes: Mapping[str, int], cluster: ClusterSpec, always: str = "") -> Mesh:
@@ -262,8 +278,8 @@ def _mesh(order: tuple[str, ...], sizes: Mapping[str, int], cluster: ClusterSpec
 def _promise(mesh: Mesh) -> tuple[int, ...]:
     """Smaller is better: heavy axes on fast links first, then as much data parallelism as that leaves."""
     by_name = {axis.name: axis for axis in mesh.axes}
-    tp, cp = by_name.get("tp"), by_name.get("cp")
-    return (tp.level if tp else 0, cp.level if cp else 0, tp.size if tp else 1, cp.size if cp else 1)
+    heavy = [by_name.get(name) for name in ("tp", "cp", "ep")]
+    return (*(a.level if a else 0 for a in heavy), *(a.size if a else 1 for a in heavy))
 
 
 def _nothing_left(pins: Mapping[str, int], allowed: Mapping[str, tuple[int, ...]], cluster: ClusterSpec) -> str:

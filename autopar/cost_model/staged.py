@@ -18,7 +18,7 @@ from autopar.cost_model.wiring import SlotKind
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph, InputKind
 from autopar.ir.layout import Kind, Layout
-from autopar.ir.options import Options
+from autopar.ir.options import TOKEN_AXES, Options
 from autopar.ir.parts import Amount, Choice, PartedProblem, Sums, WholeSolution
 from autopar.ir.places import place_nodes
 from autopar.ir.plan import (
@@ -253,9 +253,7 @@ def _origins(priced: Priced, slot: int) -> set[int]:
 
 def _whole_on_data(priced: Priced, node: int, choice: Choice) -> bool:
     layout = next(h.choices[choice[node]].layout for h in priced.held if h.node == node)
-    return all(
-        p.kind is not Kind.SHARD for a, p in zip(layout.axes, layout.placements, strict=True) if a in ("dp", "cp")
-    )
+    return all(p.kind is not Kind.SHARD for a, p in zip(layout.axes, layout.placements, strict=True) if a in TOKEN_AXES)
 
 
 def _predicted(cut: Cut, cluster: ClusterSpec, options: Options, model_flops: float) -> PlanPrediction:

@@ -30,6 +30,14 @@ class Own:
     part: str = "length"
 
 
+@dataclass(frozen=True, slots=True)
+class LengthOf:
+    """A number that only the step knows: the length of dim `dim` of the tensor of this name."""
+
+    name: str
+    dim: int
+
+
 def chunk(length: int, parts: int, unit: int = 1) -> int:
     """Rows of the largest piece, the first."""
     if unit > 1 and length % unit == 0 and length // unit >= parts:

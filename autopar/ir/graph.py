@@ -26,11 +26,15 @@ class TensorMeta:
     """Global shape and dtype name ("float32").
 
     `units`: per dim the rows that a cut keeps together (`autopar.ir.cuts`); () means 1 throughout.
+    `unordered`: dims in an order that is a rank's own (rows by expert): no conversion changes how they are cut.
+    `experts`: the dim that counts experts, of their weights, of what these give their gradients, and of counts; or -1.
     """
 
     shape: tuple[int, ...]
     dtype: str
     units: tuple[int, ...] = field(default=(), repr=False)
+    unordered: tuple[int, ...] = field(default=(), repr=False)
+    experts: int = field(default=-1, repr=False)
 
     @property
     def numel(self) -> int:

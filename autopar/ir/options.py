@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-AXES = ("dp", "cp", "tp")
+AXES = ("dp", "cp", "ep", "tp")
 """Mesh axes that this version searches, slowest first. `free` may be pinned too: an axis with no role."""
+TOKEN_AXES = ("dp", "cp", "ep")
+"""Axes whose ranks have other tokens each; parameters are used whole on them, but for experts on `ep`."""
 
-DEGREE_NAMES = {"data": "dp", "context": "cp", "tensor": "tp", "pipeline": "pp"}
+DEGREE_NAMES = {"data": "dp", "context": "cp", "expert": "ep", "tensor": "tp", "pipeline": "pp"}
 OFFLOAD = "offload"
 STAGES = "stages"
 """A pin of what every pipeline stage holds."""
@@ -32,7 +34,7 @@ class Options:
             "dp:R"}); `"stages"`: how many blocks each pipeline stage holds ("12,11,11,12"), or the modules that the
             second and later ones start with ("model.layers.12,model.layers.23"). A layout pin that names a part of what
             another one names is an exception of it.
-        search_space: allowed degrees by name ("data", "tensor", "context", "pipeline").
+        search_space: allowed degrees by name ("data", "tensor", "context", "expert", "pipeline").
         precision: "fp32", "bf16" (bf16 compute, fp32 stored parameters, gradients and optimizer state) or "fp64".
         optimizer_bytes_per_parameter: state that the optimizer keeps (AdamW in fp32: 8).
         allow: "recompute": forward tensors may be made again in the backward instead of kept, where memory binds; ()

@@ -258,7 +258,7 @@ BY_FLOPS = frozenset({MATMUL, BATCHED, ATTENTION, ATTENTION_BACKWARD, CONVOLUTIO
 
 _OPS = {
     MATMUL: "mm addmm linear linear_bias_once matmul tensordot mv addmv dot bias_once",
-    BATCHED: "bmm baddbmm",
+    BATCHED: "bmm baddbmm grouped_mm grouped_outer _grouped_mm",
     CONVOLUTION: "convolution convolution_bias_once",
     CONVOLUTION_BACKWARD: "convolution_backward",
     NORM: "native_layer_norm native_group_norm native_batch_norm batch_norm _fused_rms_norm",
@@ -273,7 +273,8 @@ _OPS = {
     "sum_into_once",
     EMBEDDING: "embedding",
     EMBEDDING_BACKWARD: "embedding_dense_backward embedding_backward",
-    INDEX: "index index_select gather scatter scatter_add index_put index_add pick place take_along_dim topk sort",
+    INDEX: "index index_select gather scatter scatter_add index_put index_add pick place take_along_dim topk sort "
+    "route spread collect",
     VIEW: "view _unsafe_view reshape unsqueeze squeeze alias detach view_of permute transpose t expand slice select "
     "unbind split split_with_sizes unfold as_strided",
     OPAQUE: "region region_backward",

@@ -90,6 +90,12 @@ def _blocked(now: Layout, after: Layout, axis: str) -> bool:
     return any(was != will and (_cuts(was, to.dim) or _cuts(will, to.dim)) for was, will in ends)
 
 
+def keeps_order(before: Layout, after: Layout, unordered: tuple[int, ...]) -> bool:
+    """True if no axis cuts one of these dims in one layout and does something else in the other."""
+    ends = zip(before.placements, after.placements, strict=True)
+    return all(p == q or not any(_cuts(x, d) for x in (p, q) for d in unordered) for p, q in ends)
+
+
 @lru_cache(maxsize=200_000)
 def plan_reshard(before: Layout, after: Layout) -> tuple[ReshardStep, ...] | None:
     """Steps from one layout to another, or None if there are none (nothing can become a partial sum).

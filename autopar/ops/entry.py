@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from autopar.ir.cuts import Own, is_even
+from autopar.errors import CompilerError
+from autopar.ir.cuts import LengthOf, Own, is_even
 from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ir.layout import Kind, Placement, R, S, unit_of
 from autopar.ir.mesh import Mesh
@@ -73,15 +74,25 @@ class LocalContext:
         return tuple(a for a, t in zip(self.mesh.names, self.strategy.tags, strict=True) if t == tag)
 
     @property
-    def shape(self) -> tuple[int | Own, ...]:
-        """Local shape of the first output; an `Own` where pieces aren't equal."""
+    def shape(self) -> tuple[int | Own | LengthOf, ...]:
+        """Local shape of the first output; an `Own` where pieces aren't equal, a `LengthOf` where nobody knows."""
         return tuple(self.out_length(d) for d in range(len(out_shape(self.node))))
 
-    def out_length(self, dim: int, output: int = 0) -> int | Own:
+    def out_length(self, dim: int, output: int = 0) -> int | Own | LengthOf:
         """Local length of a dim of an output."""
         value, local = self.node.outputs[output], self.outputs[output]
         assert value is not None and local is not None
+        if dim in value.meta.unordered and self.out_axes(dim, output):
+            return self._as_input(value.meta.shape[dim])
         return self._own(value.meta, dim, self.out_axes(dim, output)) or local.shape[dim]
+
+    def _as_input(self, length: int) -> LengthOf:
+        """As long as a tensor argument that has as many unordered rows."""
+        for name, whole in zip(self.node.refs, self.wholes, strict=False):
+            for dim in whole.unordered:
+                if whole.shape[dim] == length:
+                    return LengthOf(name, dim)
+        raise CompilerError(f"{self.node.key}: no argument says how many rows its result has")
 
     def in_length(self, dim: int, argument: int = 0) -> int | Own:
         """Local length of a dim of a tensor argument."""

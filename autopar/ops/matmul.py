@@ -157,6 +157,13 @@ def _grouped_backward_flops(node: Node, inputs: Metas, outputs: OutMetas) -> flo
     return 4.0 * inputs[0].numel * inputs[1].shape[-1]
 
 
+def _torch_grouped_flops(node: Node, inputs: Metas, outputs: OutMetas) -> float:
+    """2 · M · N · K, where groups are parts of one of them."""
+    a, b = inputs[0], inputs[1]
+    groups = a.shape[0] if len(a.shape) == 3 and len(b.shape) == 2 else 1
+    return 2.0 * a.numel * b.shape[-1] / groups
+
+
 def _local_linear(here: LocalContext) -> LocalCall:
     axes = here.tagged(BIAS_ONCE)
     return LocalCall("local_ops.linear_bias_once", (axes, *here.node.args)) if axes else here.same()
@@ -174,6 +181,7 @@ MATMULS: Mapping[str, OpEntry] = {
     "aten.tensordot.default": OpEntry(rules=_tensordot, flops=_tensordot_flops),
     "aten.dot.default": OpEntry(rules=_dot, flops=_flops_of(0)),
     "aten.mv.default": OpEntry(rules=_mv, flops=_flops_of(0)),
+    "aten._grouped_mm.default": OpEntry(flops=_torch_grouped_flops),
     "transformers.grouped_mm_fallback.default": OpEntry(rules=_grouped, flops=_flops_of(0)),
     "transformers.grouped_mm_fallback_backward.default": OpEntry(
         rules=_grouped_backward, flops=_grouped_backward_flops

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from autopar.ops.attention import ATTENTION
 from autopar.ops.convolution import CONVOLUTIONS
 from autopar.ops.entry import OpEntry
+from autopar.ops.experts import EXPERT_OPS
 from autopar.ops.factories import FACTORIES
 from autopar.ops.indexing import INDEXING
 from autopar.ops.matmul import MATMULS
@@ -20,6 +21,7 @@ from autopar.ops.views import VIEWS
 FAMILIES: tuple[Mapping[str, OpEntry], ...] = (
     VIEWS,
     MATMULS,
+    EXPERT_OPS,
     ATTENTION,
     REDUCTIONS,
     INDEXING,

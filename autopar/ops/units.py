@@ -16,6 +16,7 @@ from autopar.ir.graph import CapturedGraph, Graph, InputKind, Node, OutputKind, 
 from autopar.ir.layout import Kind, Placement
 from autopar.ir.strategy import Rule
 from autopar.ops.entry import Metas
+from autopar.ops.experts import EXCHANGE, EXPERTS, OWN
 from autopar.ops.pointwise import pointwise
 from autopar.ops.table import TABLE
 
@@ -96,11 +97,12 @@ class _Classes:
 
 
 def _join_rules(classes: _Classes, graph: Graph, node: Node, metas: Metas) -> None:
-    for rule in _rules(node, metas):
-        classes.join(_cut_dims(graph, node, rule, metas))
+    for rule in table_rules(node, metas):
+        if rule.tag not in (EXCHANGE, OWN, EXPERTS):  # there it is experts that are cut, with no rows in common
+            classes.join(_cut_dims(graph, node, rule, metas))
 
 
-def _rules(node: Node, metas: Metas) -> Iterable[Rule]:
+def table_rules(node: Node, metas: Metas) -> Iterable[Rule]:
     """The table's rules; of ops that only DTensor knows, those of a pointwise op if it may be one."""
     entry = TABLE.get(node.op)
     if entry is not None and entry.rules is not None:

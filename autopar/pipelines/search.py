@@ -1,8 +1,8 @@
 """The best of all trials: what bounds them is made tighter for that with the lowest bound, until it is solved.
 
-kind      trials of one tensor parallelism and one size of micro-batch run the same ops on the same pieces. What these
-          take at the least, with memory for nothing, bounds every trial of the kind; of a kind that nothing is known
-          of, that of larger micro-batches, as fewer rows take no less for each
+kind      trials of one tensor and expert parallelism and one size of micro-batch run the same ops on the same pieces.
+          What these take at the least, with memory for nothing, bounds every trial of the kind; of a kind that nothing
+          is known of, that of larger micro-batches, as fewer rows take no less for each
 own       the trial's own problem, with all communication and what is done once a step, under the memory of its stages
 solved    its best plan (`solver.whole`), while its bound is the lowest
 
@@ -23,7 +23,7 @@ from autopar.candidates import Progress, Task
 from autopar.cost_model.build import Priced
 from autopar.ir.parts import PartedProblem, WholeSolution
 from autopar.pipelines.problem import TrialProblem, frame_of, problem_of
-from autopar.pipelines.trials import Trial, chunks_of, trials
+from autopar.pipelines.trials import KindKey, Trial, chunks_of, trials
 from autopar.solver import PartsModel, PriceBound, WholeSearch, least_of
 
 PROVEN = 1e-6
@@ -34,7 +34,7 @@ STAGES_GAP = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What bounds all trials of one tensor parallelism and `rows`, and of fewer rows.
+    """What bounds all trials of one tensor and expert parallelism and `rows`, and of fewer rows.
 
     `problem`: of one of its trials, and `parts` its model. `free`: with memory for nothing, once for nothing.
     """
@@ -120,19 +120,16 @@ class Kinds:
 
     def __init__(self, task: Task, every: Iterable[Trial] = ()) -> None:
         self.task, self.models = task, Models()
-        self.found: dict[tuple[int, int, bool], Kind] = {}
-        self.fewest: dict[tuple[int, int, bool], Trial] = {}
+        self.found: dict[KindKey, Kind] = {}
+        self.fewest: dict[KindKey, Trial] = {}
         for trial in sorted(every, key=lambda t: t.data):
             self.fewest.setdefault(trial.kind, trial)
 
     def nearest(self, trial: Trial) -> Kind | None:
         """Of the same rows, or of the next larger ones that are known; one whose batch isn't cut may choose more."""
-        tensor, least, alone = trial.kind
-        larger = [(rows, not cut) for of, rows, cut in self.found if of == tensor and rows >= least and cut <= alone]
-        if not larger:
-            return None
-        rows, whole = min(larger)
-        return self.found[tensor, rows, not whole]
+        *ranks, least, cut = trial.kind
+        larger = [k for k in self.found if [*k[:2]] == ranks and k[2] >= least and k[3] <= cut]
+        return self.found[min(larger, key=lambda k: (k[2], not k[3]))] if larger else None
 
     def of(self, trial: Trial) -> Kind:
         """The trial's kind; worked out if it isn't known. Raises PinError.
@@ -176,9 +173,9 @@ class Search:
 
     def run(self, end: float) -> bool:
         """Search until no trial can be better by more than the gap, or `end`. True if it was not stopped."""
-        for i, tensor in enumerate(sorted({t.tensor for t in self.every})):
-            self.progress(f"bound tp={tensor}", 0.02 * i)
-            alike = [t for t in self.every if t.tensor == tensor]
+        for i, (tensor, experts) in enumerate(sorted({(t.tensor, t.experts) for t in self.every})):
+            self.progress(f"bound tp={tensor}" + (f" ep={experts}" if experts > 1 else ""), 0.02 * i)
+            alike = [t for t in self.every if (t.tensor, t.experts) == (tensor, experts)]
             with contextlib.suppress(sharding.PinError):  # of this one, which says nothing of the others
                 self.kinds.of(max(alike, key=lambda t: (t.rows, -t.data)))
         found = [Known(t) for t in self.every]

@@ -13,6 +13,7 @@ from autopar.cost_model.search_space import (
     check_axes,
     check_pins,
     divisors,
+    expert_degrees,
     stage_mesh,
 )
 from autopar.errors import UserError
@@ -20,7 +21,7 @@ from autopar.ir.graph import InputKind
 from autopar.ir.load import Load
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import STAGES, Options
-from autopar.sharding import stage_blocks
+from autopar.sharding import expert_count, stage_blocks
 
 LARGEST_MICRO_BATCH = 16
 """Rows of one micro-batch on one rank: more gain nothing on matrices of 2 048 tokens a row."""
@@ -28,6 +29,10 @@ FEW_DEVICES = 64
 """Up to so many, tensor parallelism is tried over any links; beyond, over the innermost, unless it is pinned."""
 MOST_CHUNKS = 12
 """Parts of the model on one stage at most."""
+
+
+KindKey = tuple[int, int, int, bool]
+"""(tensor-parallel ranks, expert-parallel ranks, rows, whether micro-batches are there one after the other)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,20 +54,25 @@ class Trial:
         return next((a.size for a in self.mesh.axes if a.name == "dp"), 1)
 
     @property
+    def experts(self) -> int:
+        """Expert-parallel ranks."""
+        return next((a.size for a in self.mesh.axes if a.name == "ep"), 1)
+
+    @property
     def pieces(self) -> Mesh:
         """The mesh that cuts a tensor as small as a rank's piece of one micro-batch."""
         times = self.load.micro_batches
         return Mesh(axes=tuple(replace(a, size=a.size * times) if a.name == "dp" else a for a in self.mesh.axes))
 
     @property
-    def kind(self) -> tuple[int, int, bool]:
-        """Trials of one kind choose from the same. The last: whether micro-batches are there one after the other."""
-        return self.tensor, self.rows, self.load.micro_batches > 1
+    def kind(self) -> KindKey:
+        """Trials of one kind choose from the same."""
+        return self.tensor, self.experts, self.rows, self.load.micro_batches > 1
 
     @property
     def order(self) -> tuple[int, ...]:
         """Of two that are as good, the simpler first."""
-        return (self.load.stages, self.tensor, self.rows)
+        return (self.load.stages, self.tensor, self.experts, self.rows)
 
     def __str__(self) -> str:
         return f"{self.load}, {self.mesh}"
@@ -142,14 +152,28 @@ def _of_stages(task: Task, stages: int, pins: Pins, allowed: Allowed) -> Iterato
     near = task.cluster.levels[0].size if task.cluster.levels else 1
     asked = "tp" in pins or "tp" in allowed
     for tensor in divisors(devices):
-        data = devices // tensor
-        if not _may("tp", tensor, pins, allowed) or not _may("dp", data, pins, allowed) or batch % data:
+        if not _may("tp", tensor, pins, allowed) or (tensor > near and not asked and devices_are_many(task)):
             continue
-        if tensor > near and not asked and devices_are_many(task):
-            continue
-        mesh = stage_mesh(data, tensor, task.cluster)
-        for rows in _micro_batch_rows(task.options, batch // data, whole=stages == 1):
-            yield Trial(load=Load(stages=stages, micro_batches=batch // data // rows), mesh=mesh, rows=rows)
+        for experts in _expert_degrees(task, devices // tensor, tensor, pins, allowed):
+            data = devices // tensor // experts
+            if not _may("dp", data, pins, allowed):
+                continue
+            if batch % (data * experts):
+                continue
+            mesh, share = stage_mesh(data, tensor, task.cluster, experts), batch // data // experts
+            for rows in _micro_batch_rows(task.options, share, whole=stages == 1):
+                yield Trial(load=Load(stages=stages, micro_batches=share // rows), mesh=mesh, rows=rows)
+
+
+def _expert_degrees(task: Task, ranks: int, tensor: int, pins: Pins, allowed: Allowed) -> tuple[int, ...]:
+    """Of `ranks`, how many experts may be spread over. On many devices, none, or whole nodes in powers of 4."""
+    found = expert_degrees(expert_count(task.captured), ranks)
+    if "ep" in pins or "ep" in allowed:
+        return tuple(n for n in found if _may("ep", n, pins, allowed))
+    if not devices_are_many(task):
+        return found
+    near = task.cluster.levels[0].size
+    return tuple(n for n in found if n == 1 or (n * tensor) in {near * 4**k for k in range(len(found))})
 
 
 def devices_are_many(task: Task) -> bool:

@@ -89,6 +89,10 @@ class Communicator(ABC):
     def sent(self) -> None:  # noqa: B027  (nothing to wait for where sending is done at once)
         """Wait until all that was sent has arrived."""
 
+    @abstractmethod
+    def _send_rows(self, x: Tensor, axis: str, give: list[int], take: list[int]) -> Tensor:
+        """x: contiguous, give[j] of its rows for rank j of the axis, in order -> the take[j] rows of each."""
+
     def size(self, axis: Axis) -> int:
         """Number of ranks along an axis."""
         n = 1
@@ -167,6 +171,14 @@ class Communicator(ABC):
         joined = _join(self._exchange(parts, names[0]) if parts.numel() else parts, dim_whole_after)
         mine = self.piece(cut, axis, cut_unit).length
         return _trimmed(_trimmed(joined, dim_whole_after, whole), dim_cut_after, mine).contiguous()
+
+    def exchange_counts(self, counts: Tensor, axis: str) -> Tensor:
+        """counts: [ranks, *shape]: row j is told to rank j -> what each rank told this one."""
+        return self._exchange(counts.contiguous(), axis) if self.size(axis) > 1 else counts
+
+    def exchange_rows(self, x: Tensor, axis: str, give: list[int], take: list[int]) -> Tensor:
+        """All-to-all with unequal counts: give[j] of the rows of x go to rank j, in order; take[j] come from it."""
+        return self._send_rows(x.contiguous(), axis, give, take) if self.size(axis) > 1 else x
 
     def slice(self, x: Tensor, axis: Axis, dim: int, unit: int = 1) -> Tensor:
         """This rank's piece in dim `dim`, without communication; its own memory, so that the whole can go."""
@@ -250,6 +262,9 @@ class Alone(Communicator):
     def _exchange(self, x: Tensor, axis: str) -> Tensor:
         raise AssertionError("one device exchanges nothing")
 
+    def _send_rows(self, x: Tensor, axis: str, give: list[int], take: list[int]) -> Tensor:
+        raise AssertionError("one device sends nothing")
+
 
 class View(Communicator):
     """A rank in a part of its mesh, or with more axes that are no ranks: collectives are those of `base`.
@@ -276,11 +291,14 @@ class View(Communicator):
     def _gather(self, x: Tensor, axis: str) -> Tensor:
         return self.base._gather(x, axis)
 
-    def _scatter(self, x: Tensor, axis: str) -> Tensor:
-        return self.base._scatter(x, axis)
+    def _scatter(self, x: Tensor, axis: str, own: bool) -> Tensor:
+        return self.base._scatter(x, axis, own)
 
     def _exchange(self, x: Tensor, axis: str) -> Tensor:
         return self.base._exchange(x, axis)
+
+    def _send_rows(self, x: Tensor, axis: str, give: list[int], take: list[int]) -> Tensor:
+        return self.base._send_rows(x, axis, give, take)
 
 
 def names_of(axis: Axis) -> tuple[str, ...]:

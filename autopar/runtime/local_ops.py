@@ -21,6 +21,11 @@ from torch import Tensor
 
 from autopar.runtime import draw
 from autopar.runtime.comm import Communicator
+from autopar.runtime.expert_ops import collect as collect
+from autopar.runtime.expert_ops import grouped_mm as grouped_mm
+from autopar.runtime.expert_ops import grouped_outer as grouped_outer
+from autopar.runtime.expert_ops import route as route
+from autopar.runtime.expert_ops import spread as spread
 from autopar.runtime.philox import Space, Stream, log, space
 
 Axes = tuple[str, ...]

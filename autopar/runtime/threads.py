@@ -28,12 +28,12 @@ class _Meeting:
         self.barrier = threading.Barrier(size)
         self._slots: list[Tensor | None] = [None] * size
 
-    def swap(self, at: int, x: Tensor, take: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        """Put x in; when all have, take what is wanted; go on when all have taken."""
+    def swap(self, at: int, x: Tensor, take: Callable[[list[Tensor]], Tensor], *, rows: bool = False) -> Tensor:
+        """Put x in; when all have, take what is wanted; go on when all have taken. `rows`: each has its own number."""
         self._slots[at] = x
         self.barrier.wait(self._timeout_s)
         all_ = [s for s in self._slots if s is not None]
-        self._check(all_)
+        self._check([t[:0] for t in all_] if rows else all_)
         result = take(all_)
         self.barrier.wait(self._timeout_s)
         return result
@@ -135,6 +135,19 @@ class ThreadCommunicator(Communicator):
     def _exchange(self, x: Tensor, axis: str) -> Tensor:
         at = self.index(axis)
         return self._swap(x, axis, lambda all_: torch.stack([t[at] for t in all_]))
+
+    def _send_rows(self, x: Tensor, axis: str, give: list[int], take: list[int]) -> Tensor:
+        meeting, at = self._meetings[axis], self.index(axis)
+        starts = torch.tensor([0, *give]).cumsum(0)
+        firsts = meeting.swap(at, starts, torch.stack)  # [from, to]
+
+        def mine(all_: list[Tensor]) -> Tensor:
+            return torch.cat([t[firsts[j, at] : firsts[j, at + 1]] for j, t in enumerate(all_)])
+
+        found = meeting.swap(at, x, mine, rows=True)
+        if found.shape[0] != sum(take):
+            raise ValueError(f"{found.shape[0]} rows came where {sum(take)} were told")
+        return found
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

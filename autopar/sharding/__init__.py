@@ -1,6 +1,7 @@
 """How each op may be split: one-axis rules, roles of axes, products over a mesh."""
 
 from autopar.sharding.build import build_table as build_table
+from autopar.sharding.build import expert_count as expert_count
 from autopar.sharding.build import followed_sizes as followed_sizes
 from autopar.sharding.build import survey_model as survey_model
 from autopar.sharding.dtensor_rules import RuleCache as RuleCache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from autopar.sharding.dtensor_rules import RuleCache, one_axis_rules, pieces_of
 from autopar.sharding.expand import Expander
 from autopar.sharding.pins import INPUT, PinError, layout_pins
 from autopar.sharding.report import Dropped, note_lost, note_replicated
-from autopar.sharding.roles import TRACED, Roles, plain_values, tensor_parallel
+from autopar.sharding.roles import EXPERTS, TRACED, Roles, plain_values, tensor_parallel
 from autopar.sharding.storage import Storage, choose_storage, find_uses
 from autopar.sharding.traces import Trace, followed_size, trace_graphs
 from autopar.sharding.weights import RulesOf, Weights, find_weights
@@ -94,8 +95,14 @@ def survey_model(captured: CapturedGraph, cache: RuleCache) -> Survey:
     }
     by_node = {id(n): rules[g.name, n.name] for g in captured.graphs for n in g.nodes if n.block is None}
     traces = {
-        axis: trace_graphs(captured, lambda node: by_node[id(node)], dim, weights) for axis, dim in TRACED.items()
+        axis: trace_graphs(captured, lambda node: by_node[id(node)], dim, weights)
+        for axis, dim in TRACED.items()
+        if axis != EXPERTS
     }
+    traces[EXPERTS] = traces["dp"]
+    if expert_count(captured) > 1:
+        dim = TRACED[EXPERTS]
+        traces[EXPERTS] = trace_graphs(captured, lambda node: by_node[id(node)], dim, weights, experts=True)
     followed = {axis: followed_size(captured.top, dim) or 0 for axis, dim in TRACED.items()}
     used = {n.op for g in captured.graphs for n in g.nodes if n.block is None}
     found = Survey(
@@ -107,9 +114,15 @@ def survey_model(captured: CapturedGraph, cache: RuleCache) -> Survey:
 
 
 def followed_sizes(captured: CapturedGraph) -> dict[str, int]:
-    """Of each axis that follows a dim of the inputs, how long that is: rows of the batch (dp), the sequence (cp)."""
+    """How much there is for an axis to cut: rows of the batch (dp), the sequence (cp), experts (ep, at least 1)."""
     found = {axis: followed_size(captured.top, dim) for axis, dim in TRACED.items()}
+    found[EXPERTS] = expert_count(captured)
     return {axis: size for axis, size in found.items() if size is not None}
+
+
+def expert_count(captured: CapturedGraph) -> int:
+    """What divides the numbers of experts of all layers; 1 without experts."""
+    return math.gcd(*(p.meta.shape[p.meta.experts] for p in captured.parameters if p.meta.experts >= 0)) or 1
 
 
 def _node_strategies(

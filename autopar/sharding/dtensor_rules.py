@@ -25,6 +25,7 @@ from autopar.ir.layout import P, Placement, R, S
 from autopar.ir.strategy import Rule
 from autopar.ops import TABLE, all_replicated
 from autopar.ops.entry import Pieces
+from autopar.ops.unordered import suits_unordered
 from autopar.sharding.denied import denied
 
 
@@ -114,7 +115,7 @@ def _sound(rule: Rule, node: Node, metas: tuple[TensorMeta, ...]) -> bool:
             value is not None and out is not None and not _cuttable(out, value.meta)
         ):
             return False
-    return True
+    return suits_unordered(rule, node, metas)
 
 
 def _cuttable(placement: Placement, meta: TensorMeta) -> bool:

@@ -44,7 +44,7 @@ def note_lost(captured: CapturedGraph, mesh: Mesh, traces: Mapping[str, Mapping[
             for node in graph.nodes:
                 if node.name in traces[axis.name][graph.name].lost and node.measured is None:
                     by_op.setdefault(node.op, []).append(node)
-        what = "batch" if axis.name == "dp" else "sequence"
+        what = "sequence" if axis.name == "cp" else "batch"
         for op, nodes in by_op.items():
             more = f" ({len(nodes)} places)" if len(nodes) > 1 else ""
             yield Note("role", _where(nodes[0]), f"{op} has no rule that keeps the {what} cut on {axis.name}{more}")

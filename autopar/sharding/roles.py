@@ -13,8 +13,10 @@ from autopar.sharding.storage import Storage
 from autopar.sharding.traces import Trace
 from autopar.sharding.weights import RulesOf, Weights, follow, is_follower
 
-TRACED = {"dp": 0, "cp": 1}
+TRACED = {"dp": 0, "cp": 1, "ep": 0}
 """Axes that follow a dim of the inputs: 0 the batch, 1 the sequence."""
+EXPERTS = "ep"
+"""The one of them that cuts experts too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ def tensor_parallel(roles: Roles, axis: str, storage: Storage, rules_of: RulesOf
     for (where, value), per_axis in storage.used.items():
         if where == graph.name:
             wanted[value] = per_axis[axis]
-    batch = roles.traces["dp"].placement
+    batch = _batch(roles)
     found: dict[str, tuple[Rule, ...]] = {}
     for node in graph.nodes:
         if node.block is not None:
@@ -60,6 +62,12 @@ def tensor_parallel(roles: Roles, axis: str, storage: Storage, rules_of: RulesOf
             wanted[out.name] = follow(node, wanted[node.refs[0]], rules_of)
         found[node.name] = _on_tp(node, rules, wanted, batch, roles.plain)
     return found
+
+
+def _batch(roles: Roles) -> dict[str, Placement]:
+    """Where values have the batch. Rows in no order have it nowhere: what is cut of them is experts."""
+    metas = roles.weights.metas
+    return {name: p for name, p in roles.traces["dp"].placement.items() if not metas[name].unordered}
 
 
 def _on_tp(

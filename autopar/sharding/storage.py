@@ -1,6 +1,6 @@
 """In which layouts each parameter may be stored.
 
-dp, cp: whole, or cut along the first dim that divides and that no other axis cuts (which dim makes no difference to
+dp, cp, ep: whole, or cut along the first dim that divides and that no other axis cuts (which dim makes no difference to
 the cost); where none divides, along the longest, in unequal pieces. tp: two or more dims: cut along a dim that its
 readers take cut; one dim: whole or cut. Parameters that are the same input of the same block, instance by instance,
 have the same choices.
@@ -18,11 +18,10 @@ from autopar.errors import UserError
 from autopar.ir.graph import CapturedGraph, InputKind, ParameterInfo, Ref, TensorMeta
 from autopar.ir.layout import Kind, Layout, Placement, R, S
 from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.options import TOKEN_AXES
 from autopar.ir.strategy import Note
 from autopar.sharding.expand import worth_cutting
 from autopar.sharding.weights import RulesOf, Weights, accepted_dims, agree, cuts
-
-BATCH_AXES = ("dp", "cp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ def _on_axis(
     """Placements in which the parameter is used on one axis (tp: also stored)."""
     if axis.size == 1:
         return (R,)
-    if axis.name in BATCH_AXES:
+    if axis.name in TOKEN_AXES:
         return (R,)
     if axis.name in pinned:
         return (pinned[axis.name],)
@@ -150,7 +149,7 @@ def _layouts(
     zero: int | str | None,
     pinned: Mapping[str, Placement],
 ) -> Iterator[Layout]:
-    batch = [a for a in mesh.axes if a.name in BATCH_AXES and a.name not in pinned and a.size > 1]
+    batch = [a for a in mesh.axes if a.name in TOKEN_AXES and a.name not in pinned and a.size > 1]
     held = [a for a in mesh.axes if a not in batch]
     for combination in itertools.product(*(_held(a, per_axis, pinned) for a in held)):
         fixed = {a.name: p for a, p in zip(held, combination, strict=True)}
@@ -169,7 +168,7 @@ def _layouts(
 def _held(
     axis: Axis, per_axis: Mapping[str, tuple[Placement, ...]], pinned: Mapping[str, Placement]
 ) -> tuple[Placement, ...]:
-    if axis.name in BATCH_AXES:
+    if axis.name in TOKEN_AXES:
         return (pinned.get(axis.name, R),)
     return per_axis[axis.name]
 
@@ -177,11 +176,15 @@ def _held(
 def _cut_batch_axes(meta: TensorMeta, axes: list[Axis], taken: set[int], *, empty: bool) -> dict[str, Placement] | None:
     """Each axis cuts the first dim that is free and divides, or else the longest; None if there is none left.
 
-    `empty`: pieces may be.
+    `ep` cuts experts, where there are any. `empty`: pieces may be.
     """
     found: dict[str, Placement] = {}
     taken = set(taken)
-    for axis in axes:
+    for axis in sorted(axes, key=lambda a: a.name != "ep"):
+        if axis.name == "ep" and meta.experts >= 0 and meta.experts not in taken:
+            taken.add(meta.experts)
+            found[axis.name] = S(meta.experts)
+            continue
         free = [d for d in range(len(meta.shape)) if d not in taken and meta.shape[d] > 1]
         even = [d for d in free if meta.shape[d] % axis.size == 0]
         dim = even[0] if even else max(free, key=lambda d: meta.shape[d], default=None)

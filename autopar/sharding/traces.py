@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from autopar.ir.graph import CapturedGraph, Graph, InputKind, Node, OutputKind, Phase, TensorMeta
 from autopar.ir.layout import Kind, P, Placement, R, S
 from autopar.ir.strategy import Rule
+from autopar.ops.experts import EXCHANGE
 from autopar.sharding.weights import Weights, is_follower
 
 RulesOf = Callable[[Node], tuple[Rule, ...]]
@@ -28,19 +29,25 @@ class Trace:
         allowed: node name -> the rules that suit.
         lost: nodes for which no rule suited.
         stored: values laid out as a parameter is stored: gradients that a block hands over, and sums of them.
+        by_experts: values that may be cut by experts instead, and along which dim: weights, their gradients, and where
+            the rows of each expert end.
     """
 
     placement: dict[str, Placement] = field(default_factory=dict)
     allowed: dict[str, tuple[Rule, ...]] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     stored: set[str] = field(default_factory=set)
+    by_experts: dict[str, Placement] = field(default_factory=dict)
 
 
 def trace_graphs(
-    captured: CapturedGraph, rules_of: RulesOf, dim: int, weights: Mapping[str, Weights]
+    captured: CapturedGraph, rules_of: RulesOf, dim: int, weights: Mapping[str, Weights], *, experts: bool = False
 ) -> dict[str, Trace]:
-    """By graph name. `dim` is the dim of the inputs that is followed: 0 the batch, 1 the sequence."""
-    walker = _Walker(captured, rules_of, weights)
+    """By graph name. `dim` is the dim of the inputs that is followed: 0 the batch, 1 the sequence.
+
+    `experts`: they may be cut as well, and the rows of tokens sent to them.
+    """
+    walker = _Walker(captured, rules_of, weights, experts)
     size = followed_size(captured.top, dim)
     for given in captured.top.inputs:
         meta = given.value.meta
@@ -63,8 +70,11 @@ def _follows(meta: TensorMeta, dim: int) -> bool:
 class _Walker:
     """Carries placements forward; blocks are walked when first called, with what their arguments have."""
 
-    def __init__(self, captured: CapturedGraph, rules_of: RulesOf, weights: Mapping[str, Weights]) -> None:
+    def __init__(
+        self, captured: CapturedGraph, rules_of: RulesOf, weights: Mapping[str, Weights], experts: bool
+    ) -> None:
         self.captured = captured
+        self.experts = experts
         self.rules_of = rules_of
         self.weights = weights
         self.traces = {g.name: Trace() for g in captured.graphs}
@@ -74,6 +84,9 @@ class _Walker:
     def walk(self, graph: Graph, phase: Phase | None = None) -> None:
         trace = self.traces[graph.name]
         self._tangents(graph, trace)
+        if self.experts:
+            marked = (i.value for i in graph.inputs if i.value.meta.experts >= 0)
+            trace.by_experts.update({value.name: S(value.meta.experts) for value in marked})
         for node in graph.nodes:
             if phase is not None and node.phase is not phase:
                 continue
@@ -126,7 +139,8 @@ class _Walker:
         held = tuple(name in weights.parameter for name in node.refs)
         metas = tuple(weights.metas[name] for name in node.refs)
         fitting, lost = self._fitting(node, rules, states, held, metas)
-        trace.allowed[node.name] = fitting
+        more = self._by_experts(node, rules, trace, states, held) if self.experts else ()
+        trace.allowed[node.name] = (*fitting, *more)
         if lost:
             trace.lost.add(node.name)
         for i, value in enumerate(node.outputs):
@@ -134,6 +148,27 @@ class _Walker:
                 found = _guess(states, metas, value.meta) if lost else _result(fitting, i)
                 trace.placement[value.name] = found
                 self._hint(value.meta, found)
+
+    def _by_experts(
+        self, node: Node, rules: tuple[Rule, ...], trace: Trace, states: tuple[Placement, ...], held: tuple[bool, ...]
+    ) -> tuple[Rule, ...]:
+        """Rules that take every argument that may be cut by experts so, and the others as they are."""
+        cut = tuple(trace.by_experts.get(name) for name in node.refs)
+        if any(c is not None for c in cut):
+            found = tuple(
+                r for r in rules
+                if all(
+                    w == c if c is not None else _suits(w, s, h, False)
+                    for w, c, s, h in zip(r.inputs, cut, states, held, strict=True)
+                )
+            )  # fmt: skip
+        else:
+            found = tuple(r for r in rules if r.tag == EXCHANGE and r.inputs == states)
+        for rule in found[:1]:
+            for value, placement in zip(node.outputs, rule.outputs, strict=True):
+                if value is not None and placement is not None and _is_experts(value.meta, placement):
+                    trace.by_experts[value.name] = placement
+        return found
 
     def _hint(self, meta: TensorMeta, found: Placement) -> None:
         if found.kind is Kind.SHARD and "float" in meta.dtype and len(meta.shape) > 1:
@@ -216,6 +251,10 @@ def _suits(wanted: Placement, state: Placement, weight: bool, free: bool) -> boo
     if state == P:
         return True
     return wanted == R or (free and wanted.kind is Kind.SHARD)
+
+
+def _is_experts(meta: TensorMeta, placement: Placement) -> bool:
+    return placement.kind is Kind.SHARD and placement.dim == meta.experts
 
 
 def _result(rules: tuple[Rule, ...], output: int) -> Placement:

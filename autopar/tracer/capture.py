@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from autopar.errors import CaptureError
 from autopar.ir.graph import BufferInfo, CapturedGraph, Graph, InputKind, ParameterInfo, TensorMeta
 from autopar.ir.options import Options
+from autopar.ops.expert_dims import with_expert_dims
 from autopar.ops.units import with_units
+from autopar.ops.unordered import with_unordered
 from autopar.tracer.again import remake_parameter_views
 from autopar.tracer.blocks import CapturedBlock, capture_blocks, run_block
 from autopar.tracer.check import check_graph
 from autopar.tracer.choose import choose_blocks, used_outside
 from autopar.tracer.convert import Argument, Converter
+from autopar.tracer.experts import experts_routed
 from autopar.tracer.joint import Position, trace
 from autopar.tracer.leaf_ops import shapes_known
 from autopar.tracer.record import MadeGood, Record, record_forward, stand_ins
@@ -59,14 +62,14 @@ def capture(
     rig = Rig(model, options.precision)
     regions = Regions()
     wide = Wide() if options.precision == "fp64" else nullcontext()
-    with torch.enable_grad(), capture_flags(), wide, Substitutes():
+    with torch.enable_grad(), capture_flags(), wide, Substitutes(), experts_routed():
         captured = _captured(rig, inputs, options, model_name or type(model).__name__, regions)
         while isinstance(captured, UncapturableError):
             if options.strict:
                 raise captured
             regions = find_regions(rig, inputs, captured, regions, _attempt(rig, inputs))
             captured = _captured(rig, inputs, options, model_name or type(model).__name__, regions)
-    captured = with_units(_tidied(captured))
+    captured = with_expert_dims(with_units(with_unordered(_tidied(captured))))
     check_graph(captured)
     return captured
 

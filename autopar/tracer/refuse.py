@@ -88,5 +88,5 @@ def _is_data_dependent(error: BaseException | None) -> bool:
 
 def _hint(where: str) -> str:
     if "moe" in where or "modeling_" in where:
-        return "; for a Hugging Face mixture of experts: model.set_experts_implementation('batched_mm') or 'grouped_mm'"
+        return "; for a mixture of experts: torch.ops.autopar.route, spread, grouped_mm and collect (docs/experts.md)"
     return ""

@@ -71,6 +71,24 @@ def test_axes_come_in_every_order_where_neighbours_are_not_the_fastest() -> None
     assert all(m.names != ("tp", "dp") for m in mesh_candidates(one_node, Options())), "a level of one has no links"
 
 
+def test_experts_are_spread_where_a_model_has_some() -> None:
+    """Over ranks whose number divides theirs, and with dp the batch; asked for, also where that leaves unequal rows."""
+
+    def meshes(sizes: dict[str, int], **options: Any) -> set[str]:
+        return {str(m) for m in mesh_candidates(flat(8), Options(**options), sizes)}
+
+    found = meshes({"dp": 4, "ep": 12})
+    assert {"ep=4 × tp=2", "dp=2 × ep=2 × tp=2", "dp=4 × tp=2", "dp=8"} <= found
+    assert not any("ep=8" in m or "dp=4 × ep=2" in m for m in found)
+    assert not any("ep" in m for m in meshes({"dp": 4, "ep": 1}))
+    assert meshes({"dp": 4, "ep": 12}, pins={"dp": 4, "ep": 2}) == {"dp=4 × ep=2"}
+    assert meshes({"dp": 4, "ep": 12}, pins={"dp": 2, "tp": 2}) == {"dp=2 × ep=2 × tp=2"}
+    assert all("ep=2" in m for m in meshes({"dp": 8, "ep": 12}, search_space={"expert": (2,)}))
+    for experts in (12, 1):
+        with pytest.raises(UserError, match=f"pin ep=8: a set of experts of {experts} experts can't be cut 8 ways"):
+            meshes({"dp": 8, "ep": experts}, pins={"ep": 8})
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -81,7 +99,7 @@ def test_axes_come_in_every_order_where_neighbours_are_not_the_fastest() -> None
         ({"pins": {"tp": -2}}, ["pin tp=-2", "whole number of 1 or more"]),
         ({"pins": {"tp": "two"}}, ["pin tp=two", "whole number of 1 or more"]),
         ({"pins": {"tp": True}}, ["pin tp=True", "whole number of 1 or more"]),
-        ({"pins": {"ep": 2}}, ["pin ep=2", "no mesh axis 'ep'", "dp, cp, free, tp"]),
+        ({"pins": {"vp": 2}}, ["pin vp=2", "no mesh axis 'vp'", "dp, cp, ep, free, tp"]),
         ({"pins": {"pp": 2}}, ["pin pp=2", "no mesh axis 'pp'"]),
         ({"pins": {"tp": 4}, "search_space": {"tensor": (1, 2)}}, ["pin tp=4", "tensor=[1, 2]"]),
         ({"search_space": {"data": (1,), "tensor": (1, 2)}}, ["data=[1]", "tensor=[1, 2]", "4 devices"]),

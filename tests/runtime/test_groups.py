@@ -77,7 +77,23 @@ def check_rest(rt: Communicator) -> None:
     assert torch.equal(rt.all_to_all(rt.slice(y, names, 0), names, 0, 1), rt.slice(y, names, 1))
     pair = torch.complex(torch.ones(2), torch.full((2,), float(rt.rank)))
     assert torch.equal(rt.all_gather(pair, names, 0).imag[::2], torch.arange(float(n)))
+    for axis in names:
+        check_rows(rt, axis)
     rt.barrier()
+
+
+def check_rows(rt: Communicator, axis: str) -> None:
+    """Unequal counts, none among them: rank i sends (i + 2j) % 3 rows to rank j."""
+    n, me = rt.size(axis), rt.index(axis)
+    give, take = [(me + 2 * j) % 3 for j in range(n)], [(i + 2 * me) % 3 for i in range(n)]
+    told = rt.exchange_counts(torch.tensor(give).view(n, 1), axis)
+    assert told.flatten().tolist() == take
+    rows = torch.tensor([[me, j] for j, count in enumerate(give) for _ in range(count)]).view(-1, 2)
+    for dtype in (torch.float64, torch.bfloat16, torch.int64):
+        got = rt.exchange_rows(rows.to(dtype), axis, give, take)
+        assert got.tolist() == [[i, me] for i, count in enumerate(take) for _ in range(count)]
+    back = rt.exchange_rows(got, axis, take, give)
+    assert torch.equal(back, rows)
 
 
 MESHES = {"one": mesh(dp=1), "two": mesh(dp=2), "three": mesh(tp=3), "2x2": mesh(dp=2, tp=2), "2x3": mesh(dp=2, tp=3)}

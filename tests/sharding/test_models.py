@@ -6,6 +6,7 @@ import pytest
 
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.options import Options
+from autopar.ops.experts import ROUTED
 from autopar.sharding import RuleCache, one_axis_rules
 from autopar.sharding.dtensor_rules import rule_key
 from autopar.tracer import capture
@@ -30,7 +31,7 @@ def test_rules_of_a_model_are_true(name: str) -> None:
         for node in graph.nodes:
             metas = tuple(values[r].meta for r in node.refs)
             key = rule_key(node, metas)
-            if node.block is not None or key in SEEN:
+            if node.block is not None or key in SEEN or node.op in ROUTED:  # these: tests/cases/test_experts.py
                 continue
             SEEN.add(key)
             for rule in one_axis_rules(node, metas, CACHE):

@@ -70,6 +70,10 @@ class Recorder(Communicator):
         self.notes.add("all_to_all", x, axis)
         return torch.empty_like(x)
 
+    def _send_rows(self, x: Tensor, axis: str, give: list[int], take: list[int]) -> Tensor:
+        self.notes.add("all_to_all_rows", x[:0], axis)  # how many is known in the step only
+        return x.new_empty((sum(take), *x.shape[1:]))
+
     def send(self, x: Tensor, rank: int) -> None:
         """Hand x to another rank; waits until it has taken it."""
         self.notes.add("send", x, peer=rank)
