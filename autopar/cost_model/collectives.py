@@ -134,7 +134,7 @@ def price_steps(
     pieces: Pieces, before: Layout, after: Layout, price: CollectivePrice, stays: bool = False
 ) -> list[float] | None:
     """The prices of `plan_reshard(before, after)`'s steps; None where `price_reshard` is inf."""
-    steps = plan_reshard(before, after) if keeps_order(before, after, meta.unordered) else None
+    steps = plan_reshard(before, after) if keeps_order(before, after, pieces.meta.unordered) else None
     if steps is None:
         return None
     found = []
