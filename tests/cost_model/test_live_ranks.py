@@ -36,7 +36,8 @@ def held(cases: list[tuple[str, bytes]]) -> list[int]:
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
         module.measure(steps=1)
         for _ in range(4):
-            objective(module(**batch)).backward()  # type: ignore[no-untyped-call]
+            out = module(**batch)  # held through the backward, as plans have it
+            objective(out).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
         with contextlib.redirect_stdout(io.StringIO()):
