@@ -100,7 +100,7 @@ class LinearBuilder:
         self.rows = 0
         self._column_blocks: list[tuple[Floats, float, bool]] = []
         self._row_blocks: list[tuple[int, float, float]] = []
-        self._entries: list[tuple[Ints, Ints, Floats]] = []
+        self._entries: list[tuple[Ints, Ints, Floats | float]] = []
         self._extra_cost: list[tuple[Ints, Floats]] = []
         self._forbidden: list[Ints] = []
 
@@ -120,8 +120,7 @@ class LinearBuilder:
 
     def add_entries(self, rows: Ints, columns: Ints, values: Floats | float) -> None:
         """A[rows[i], columns[i]] += values[i]."""
-        filled = values if isinstance(values, np.ndarray) else np.full(len(columns), float(values))
-        self._entries.append((rows, columns, filled))
+        self._entries.append((rows, columns, values))
 
     def add_cost(self, columns: Ints, values: Floats) -> None:
         """cost[columns[i]] += values[i]; a column may occur more than once."""
@@ -155,13 +154,23 @@ class LinearBuilder:
             row_lower=row_lower, row_upper=row_upper, start=start, index=index, value=value, offset=offset,
         )  # fmt: skip
 
+    def _values(self) -> Floats:
+        """Of the entries, those of one value for all written out."""
+        lengths = [len(e[1]) for e in self._entries]
+        values = np.repeat([0.0 if isinstance(e[2], np.ndarray) else e[2] for e in self._entries], lengths)
+        ends = np.cumsum(lengths)
+        for (_, _, each), end, length in zip(self._entries, ends.tolist(), lengths, strict=True):
+            if isinstance(each, np.ndarray):
+                values[end - length : end] = each
+        return values
+
     def _compressed(self) -> tuple[Ints, Ints, Floats]:
         """Entries as CSC arrays (start, row index, value), repeats summed, zeros dropped."""
         if not self._entries:
             return np.zeros(self.columns + 1, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0)
         rows = np.concatenate([e[0] for e in self._entries])
         columns = np.concatenate([e[1] for e in self._entries])
-        values = np.concatenate([e[2] for e in self._entries])
+        values = self._values()
         order = np.lexsort((rows, columns))
         rows, columns, values = rows[order], columns[order], values[order]
         first = np.ones(len(rows), dtype=bool)

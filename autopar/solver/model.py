@@ -159,6 +159,8 @@ class _Work:
         self.problem = problem
         self.builder = LinearBuilder()
         self.node_start = np.zeros(0, dtype=np.int64)
+        self.starts: list[int] = []
+        self.choice_columns = np.zeros(0, dtype=np.int64)
         self.flows: list[FlowColumns] = []
         self.versions: dict[tuple[int, tuple[int, ...]], VersionColumns] = {}
         self.group_columns = np.zeros(0, dtype=np.int64)
@@ -203,6 +205,7 @@ class _Work:
         columns = self.builder.add_columns(cost, upper=1.0, integer=True)
         rows = self.builder.add_rows(len(nodes), 1.0, 1.0)
         self.builder.add_entries(np.repeat(rows, sizes), columns, 1.0)
+        self.starts, self.choice_columns = self.node_start.tolist(), columns
 
     def add_groups(self) -> None:
         """h_g >= H_g - K_g, h_g >= 0, written h_g + K_g - H_g >= 0; `_pay` puts H_g in."""
@@ -227,7 +230,7 @@ class _Work:
             self._shared_conversions(index, flows, price)
 
     def _x(self, node: int) -> Ints:
-        return np.arange(self.node_start[node], self.node_start[node + 1])
+        return self.choice_columns[self.starts[node] : self.starts[node + 1]]
 
     def _pay(self, index: int, price: Floats, made: Ints, wanted: Ints, columns: Ints) -> None:
         """Σ r·f into the objective, or into H_g if the conversion may hide."""
