@@ -187,9 +187,6 @@ class Plain(Communicator):
     def _exchange(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         return torch.zeros_like(x)
 
-    def _send_rows(self, x: torch.Tensor, axis: str, give: list[int], take: list[int]) -> torch.Tensor:
-        return x.new_zeros((sum(take), *x.shape[1:]))
-
 
 def test_the_plans_memory_is_the_programs() -> None:
     captured, plan = planned("gpt2", 2, {"tp": 2})
