@@ -149,6 +149,26 @@ def test_a_loss_that_the_backward_asks_for_is_not_cut():
     assert api.verify(model, inputs, plan=plan, options=whole).ok
 
 
+def test_a_table_of_positions_is_rounded_after_its_sum():
+    """In bf16 the gradient of positions is summed over rows in float32, then rounded: once, at the end of a step."""
+    model, inputs = tiny("gpt2")
+    options = Options(precision="bf16", pins={"pp": 2, "dp": 2, "tp": 1}, micro_batches=3)
+    captured = api.capture(model, inputs, options=options)
+    plan = api.plan_captured(captured, load_cluster("rtx4090:4"), options=options)
+    program = staging.staged(captured, plan).program
+    assert [len(part.summed) for part in program.parts] == [1, 0]
+    assert program.parts[0].after is not None and program.parts[1].after is None
+    report = api.verify(model, inputs, plan=plan, captured=captured, options=options)
+    one = api.plan_captured(captured, load_cluster("rtx4090:1"), options=Options(precision="bf16"))
+    alone = api.verify(model, inputs, plan=one, captured=captured, options=options)
+    assert worst(report) <= 2 * worst(alone)
+
+
+def worst(report) -> float:
+    """The largest error of a gradient of positions, or of a loss."""
+    return max(row.error for row in report.rows if "wpe" in row.name or row.name.startswith("loss"))
+
+
 def test_batch_statistics_are_not_cut():
     model, inputs = tiny("resnet")
     with pytest.raises(InfeasibleError, match="batch norm"):

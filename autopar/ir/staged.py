@@ -17,6 +17,8 @@ MICRO = "mb"
 """The axis of micro-batches."""
 RECEIVED, JOINED = "received ", "joined "
 """What the target of an input that another part, or all micro-batches, make begins with."""
+SUMMED = "summed "
+"""What the target of a gradient that other ops still read, summed over micro-batches, begins with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class Piece:
 class Joined:
     """A value that micro-batches make pieces of and read whole, in the layout `wanted` of the devices' mesh."""
 
-    piece: Piece
+    value: str
     wanted: Layout
 
 
@@ -100,7 +102,7 @@ class StagedProgram:
         last: run once, on the last part's stage: what is collected -> the model's outputs.
         passed: what goes between parts; `pieces`: of each value passed.
         shared: parameter (name) -> parts that each make a summand of its gradient, and all hold it.
-        differentiable: positions of the model's outputs that have a gradient.
+        draws: some part draws random numbers, so that each step has a number of its own on all ranks.
     """
 
     model_name: str
@@ -116,6 +118,7 @@ class StagedProgram:
     passed: tuple[Passed, ...]
     pieces: Mapping[str, Piece]
     shared: Mapping[str, tuple[int, ...]]
+    draws: bool
 
     def __str__(self) -> str:
         head = f"program {self.model_name}: {len(self.parts)} parts on {self.stages} stages of {self.mesh}"

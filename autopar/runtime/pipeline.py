@@ -15,14 +15,12 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import STAGE
 from autopar.ir.schedule import Action, ActionKind
 from autopar.ir.schedules import build_schedule
-from autopar.ir.staged import JOINED, MICRO, RECEIVED, PartProgram, Passed, Piece, StagedProgram, StagedSource
+from autopar.ir.staged import JOINED, MICRO, RECEIVED, SUMMED, PartProgram, Passed, Piece, StagedProgram, StagedSource
 from autopar.runtime.comm import Communicator, View
 from autopar.runtime.loaded import Executable
 from autopar.runtime.spread_numbers import is_of_a_stage
 
-SUMMED = "summed "
-"""What the name of a sum that gradients are made of begins with."""
-SCHEDULES = {"none": "none", "accumulate": "none"}
+SCHEDULES = {"accumulate": "none"}
 """Schedules of a plan that are others by another name."""
 
 
@@ -80,7 +78,6 @@ class Pipeline:
             chunks=chunks,
         )  # fmt: skip
         self.order = schedule.orders[self.stage]
-        self.draws = any("DRAWS = True" in main.text for main in source.main)
 
     def _part(self, index: int, source: StagedSource) -> Part:
         part = self.program.parts[index]
@@ -159,7 +156,7 @@ class Step:
         inputs = [place(self.given[name], parse_layout(text, rt.mesh), rt) for name, text in first.inputs.items()]
         found, _, _ = first.forward(rt, self._parameters(first), self._buffers(first), self._constants(first), inputs)
         for joined, value in zip(part.program.joined, found, strict=True):
-            self.joined[part.index, joined.piece.value] = value
+            self.joined[part.index, joined.value] = value
 
     def _weights(self, part: Part) -> list[Tensor]:
         """Weights as a part's ops read them, for the whole step."""

@@ -261,7 +261,7 @@ class _Run(torch.autograd.Function):
         parameters = {p.name: local[first[p.name]] for p in captured.parameters if first[p.name] in local}
         buffers = {b.name: state.weights.buffers[first[b.name]] for b in captured.buffers}
         pipeline.begin(state.seed, state.step)
-        state.step += pipeline.draws
+        state.step += pipeline.program.draws
         tangents = _tangents(captured, loss, state.rt.device) if records else None
         result = Step(pipeline, given, parameters, buffers, state.constants, tangents).run()
         for name, value in result.updates.items():

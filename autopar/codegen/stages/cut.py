@@ -25,10 +25,7 @@ from autopar.ir.graph import (
     Value,
 )
 from autopar.ir.places import Places, place_nodes
-from autopar.ir.staged import JOINED, RECEIVED, Passed
-
-SUMMED = "summed "
-"""What the target of a gradient that other ops still read, summed over micro-batches, begins with."""
+from autopar.ir.staged import JOINED, RECEIVED, SUMMED, Passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +79,9 @@ class _Cutter:
     places: Places
     live: Live
     joins: Joins
-    inputs: dict[str, GraphInput] = field(default_factory=dict)
     crossing: dict[tuple[str, Phase], set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.inputs = {i.value.name: i for i in self.top.inputs}
         self.values = self.top.values()
         self.parts = [_Part() for _ in range(self.places.parts)]
 
@@ -272,18 +267,22 @@ class _Cutter:
         wanted = list(dict.fromkeys(r for n in nodes for p, r in enumerate(n.refs) if self.joins(n, p)))
         if not wanted:
             return None
-        found: set[str] = set()
-        todo = list(wanted)
-        while todo:
-            node = self.places.maker.get(todo.pop())
-            if node is not None and node.name not in found:
-                found.add(node.name)
-                todo += node.refs
-        inside = [n for n in self.top.nodes if n.name in found]
+        inside = self._makers(wanted)
         leaving = [GraphOutput(kind=OutputKind.OUTPUT, target=str(k), value=v) for k, v in enumerate(wanted)]
         return Graph(
             name=self.top.name, inputs=self._inputs(inside, leaving, ()), nodes=tuple(inside), outputs=tuple(leaving)
         )
+
+    def _makers(self, values: Iterable[str], given: Sequence[str] = ()) -> list[Node]:
+        """The nodes that values are made of, back to the graph's inputs and to what is `given`."""
+        found: set[str] = set()
+        todo = list(values)
+        while todo:
+            node = self.places.maker.get(todo.pop())
+            if node is not None and node.name not in found:
+                found.add(node.name)
+                todo += [r for r in node.refs if r not in given]
+        return [n for n in self.top.nodes if n.name in found]
 
     def _after(self, part: int) -> Graph | None:
         """From sums over micro-batches to the gradients that are made of them."""
@@ -294,20 +293,12 @@ class _Cutter:
         }  # fmt: skip
         if not leaves:
             return None
-        needed: set[str] = set()
-        todo = list(leaves.values())
-        while todo:
-            node = self.places.maker.get(todo.pop())
-            if node is not None and node.name in self.live.tails and node.name not in needed:
-                needed.add(node.name)
-                todo += [r for r in node.refs if r not in self.live.summed]
-        nodes = [n for n in self.top.nodes if n.name in needed]
+        nodes = [replace(n, phase=Phase.FORWARD) for n in self._makers(leaves.values(), self.live.summed)]
         outputs = [GraphOutput(kind=OutputKind.OUTPUT, target=p, value=leaf) for p, leaf in leaves.items()]
         given = [
             GraphInput(value=self.values[v], kind=InputKind.INPUT, target=RECEIVED + v)
             for v in self.live.summed if self._part_of(v) == part
         ]  # fmt: skip
-        nodes = [replace(n, phase=Phase.FORWARD) for n in nodes]
         return Graph(
             name=self.top.name, inputs=self._inputs(nodes, outputs, given), nodes=tuple(nodes), outputs=tuple(outputs)
         )

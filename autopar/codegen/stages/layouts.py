@@ -297,6 +297,10 @@ class PartLayouts(PlanLayouts):
             raise PlanError(f"plan for {self.plan.model.name}: it doesn't say how {name} stays; search again")
         return whole.device.storage(name)
 
+    def parameter_names(self, block: str) -> dict[str, str]:
+        """Value of each parameter of a block -> its name, of the first instance."""
+        return self._parameter_names(self.captured.block(block).graph)
+
     def _way(self, original: Graph, value: str) -> str:
         """By which way a value of a graph is made; a parameter of both ends, as this part's end reads it."""
         whole = self.whole

@@ -24,16 +24,13 @@ class Live:
     """Names of nodes and values.
 
     Attributes:
-        main: nodes that run in every micro-batch; `first`: those that run for all of them before the rest.
-        joined: values that `main` reads joined, made by `first`.
+        main: nodes that run in every micro-batch.
         post: nodes that run once at the end.
         collected: values that `post`, or the outputs, take of all micro-batches.
         tails: nodes of the backward that run once at the end, on `summed`: values that micro-batches make summands of.
     """
 
     main: frozenset[str]
-    first: frozenset[str]
-    joined: tuple[str, ...]
     post: frozenset[str]
     collected: tuple[str, ...]
     tails: frozenset[str]
@@ -58,9 +55,9 @@ def find_live(top: Graph, places: Places, joins: Joins, leaves: Iterable[str]) -
         if not node.outputs and node.phase is Phase.FORWARD:  # checks values
             work.take(node)
     for value in work.joined:
-        work.visit_first(value)
+        work.check_first(value)
     return Live(
-        main=frozenset(work.main), first=frozenset(work.first), joined=tuple(work.joined),
+        main=frozenset(work.main),
         post=frozenset(work.post), collected=tuple(work.collected), tails=frozenset(work.tails),
         summed=tuple(work.summed),
     )  # fmt: skip
@@ -72,7 +69,6 @@ class _Finder:
     places: Places
     joins: Joins
     main: set[str] = field(default_factory=set)
-    first: set[str] = field(default_factory=set)
     post: set[str] = field(default_factory=set)
     joined: dict[str, str] = field(default_factory=dict)
     collected: dict[str, None] = field(default_factory=dict)
@@ -90,18 +86,14 @@ class _Finder:
             self.visit_main(value)
             return
         self.tails.add(node.name)
-        for position, ref in enumerate(node.refs):
-            if self.joins(node, position) and not self._floats(ref):
+        for ref in node.refs:
+            if self._floats(ref):
+                self._tail_reads(ref)
+            elif self._waits(ref):
+                self.visit_gradient(ref)
+            else:  # what micro-batches make summands of, or all make alike
                 self.summed[ref] = None
                 self.visit_main(ref)
-            elif not self._floats(ref):
-                if self._waits(ref):
-                    self.visit_gradient(ref)
-                else:  # every micro-batch makes the same
-                    self.summed[ref] = None
-                    self.visit_main(ref)
-            else:
-                self._tail_reads(ref)
 
     def _tail_reads(self, value: str) -> None:
         node = self.places.maker.get(value)
@@ -136,21 +128,15 @@ class _Finder:
                 read.append(ref)
         return read
 
-    def visit_first(self, value: str) -> None:
-        """What a value that others read joined is made of, before any stage runs."""
-        todo = [value]
-        while todo:
-            node = self.places.maker.get(todo.pop())
-            if node is None or node.name in self.first:
-                continue
-            if node.name not in self.places.floating:
-                raise PlanError(
-                    f"{self.joined[value]} of every micro-batch needs {value}, which all micro-batches together "
-                    f"compute ({node.key}): this model can't be cut into micro-batches with the same numbers; search "
-                    f"with --micro-batches 1"
-                )
-            self.first.add(node.name)
-            todo += node.refs
+    def check_first(self, value: str) -> None:
+        """PlanError unless a value that others read joined can be made before any stage runs."""
+        node = self.places.maker.get(value)
+        if not self._floats(value) and node is not None:
+            raise PlanError(
+                f"{self.joined[value]} of every micro-batch needs {value}, which all micro-batches together "
+                f"compute ({node.key}): this model can't be cut into micro-batches with the same numbers; search "
+                f"with --micro-batches 1"
+            )
 
     def visit_output(self, value: str) -> None:
         """An output: at the end of the step where it needs a join, else collected from micro-batches."""

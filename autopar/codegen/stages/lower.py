@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.codegen.check import check_names
 from autopar.codegen.emit import emit
 from autopar.codegen.layouts import PlanLayouts, own_inputs
 from autopar.codegen.lower import lower_by
-from autopar.codegen.stages.cut import SUMMED, CutGraph, cut_graph
+from autopar.codegen.stages.cut import CutGraph, cut_graph
 from autopar.codegen.stages.hoist import MADE, Weights, hoist
 from autopar.codegen.stages.layouts import PartLayouts, Ways, Whole, micro_mesh, without_micro
+from autopar.codegen.tables import may_draw
 from autopar.errors import PlanError
 from autopar.ir.ends import before_blocks
 from autopar.ir.graph import Block, BlockCall, CapturedGraph, Graph, InputKind, Node, OutputKind
@@ -20,9 +21,9 @@ from autopar.ir.plan import Plan, mesh_of
 from autopar.ir.program import Program
 from autopar.ir.reshard import Collective
 from autopar.ir.staged import (
-    JOINED,
     MICRO,
     RECEIVED,
+    SUMMED,
     Joined,
     PartProgram,
     Piece,
@@ -48,6 +49,7 @@ def lower_stages(captured: CapturedGraph, plan: Plan) -> StagedProgram:
     def piece(value: str) -> Piece:
         return Piece(value=value, meta=values[value].meta, layout=whole.made(captured.top, value))
 
+    parts = tuple(_part(whole, cut, k, piece) for k in range(len(counts)))
     return StagedProgram(
         model_name=captured.model_name,
         graph_hash=captured.hash,
@@ -56,12 +58,13 @@ def lower_stages(captured: CapturedGraph, plan: Plan) -> StagedProgram:
         chunks=plan.schedule.chunks,
         micro_batches=plan.schedule.micro_batches,
         schedule=plan.schedule.name,
-        parts=tuple(_part(whole, cut, k, piece) for k in range(len(counts))),
+        parts=parts,
         collected=tuple(map(piece, cut.collected)),
-        last=_end(whole, cut.last),
+        last=_end(whole, cut.last, _outputs(whole)),
         passed=cut.passed,
         pieces={p.value: piece(p.value) for p in cut.passed},
-        shared={names[value]: parts for value, parts in cut.shared.items()},
+        shared={names[value]: readers for value, readers in cut.shared.items()},
+        draws=any(may_draw(function) for part in parts for function in part.main.functions),
     )
 
 
@@ -80,7 +83,7 @@ def _part(whole: Whole, cut: CutGraph, index: int, piece: Callable[[str], Piece]
     for out in first.outputs if first is not None else ():
         assert out.value is not None
         wanted = whole.join_wanted(out.value)
-        joined.append(Joined(piece=piece(out.value), wanted=without_micro(wanted, mesh)))
+        joined.append(Joined(value=out.value, wanted=without_micro(wanted, mesh)))
     part = _captured(whole, cut.parts[index])
     hoisted = hoist(part, whole.lasting)
     layouts = PartLayouts(hoisted.main, whole.plan, whole.mesh, whole=whole, part=index)
@@ -90,7 +93,7 @@ def _part(whole: Whole, cut: CutGraph, index: int, piece: Callable[[str], Piece]
     summed = [o.value for o in cut.parts[index].outputs if o.target.startswith(SUMMED) and o.value is not None]
     return PartProgram(
         index=index,
-        first=_end(whole, first, joined=tuple(j.wanted for j in joined)) if first is not None else None,
+        first=_end(whole, first, (j.wanted for j in joined)) if first is not None else None,
         joined=tuple(joined),
         weights={
             name: _weights(whole, layouts, part, weights) for name, weights in hoisted.weights.items()
@@ -99,8 +102,16 @@ def _part(whole: Whole, cut: CutGraph, index: int, piece: Callable[[str], Piece]
         held={name: without_micro(layout, mesh) for name, layout in main.parameters.items()},
         sums={name: g.layout for name, g in gradients.items() if g is not None},
         summed=tuple(map(piece, summed)),
-        after=_end(whole, after, gradients=True) if (after := cut.after[index]) is not None else None,
+        after=_after(whole, cut.after[index]),
     )  # fmt: skip
+
+
+def _after(whole: Whole, graph: Graph | None) -> Program | None:
+    """From sums to gradients as the plan stores the parameters."""
+    if graph is None:
+        return None
+    names = {i.value.name: i.target for i in whole.captured.top.inputs}
+    return _end(whole, graph, (whole.device.storage(names[o.target]) for o in graph.outputs))
 
 
 def _program(layouts: PartLayouts) -> Program:
@@ -118,11 +129,16 @@ def _weights(whole: Whole, part: PartLayouts, captured: CapturedGraph, weights: 
     own = [i for i in graph.inputs if i.kind is InputKind.PARAMETER]
     top = graph.name == captured.top.name
     alone = replace(captured, top=graph, blocks=())
-    layouts = _WeightLayouts(alone, whole.plan, mesh_of(whole.plan), whole=whole, part=part)
+    names = {i.value.name: i.target for i in own} if top else part.parameter_names(graph.name)
+    made = [o.value for o in graph.outputs if o.value is not None]
+    layouts = _WeightLayouts(
+        alone, whole.plan, mesh_of(whole.plan), whole=whole, names=names,
+        outputs=tuple(part.weight(graph, value, f"{MADE}{value}") for value in made),
+    )  # fmt: skip
     program = lower_by(alone, layouts)
     check_names(program)
     calls = {}
-    names = {i.value.name: i.target for i in captured.top.inputs}
+    given_as = {i.value.name: i.target for i in captured.top.inputs}
     for instance, targets in weights.targets.items():
         if top:
             rows = tuple(i.target for i in own)
@@ -130,17 +146,17 @@ def _weights(whole: Whole, part: PartLayouts, captured: CapturedGraph, weights: 
             call = next(n for n in captured.top.nodes if n.block is not None and n.block.instance == instance)
             inner = own_inputs(captured.block(graph.name).graph)
             given = dict(zip((i.target for i in inner), call.refs, strict=False))
-            rows = tuple(names[given[i.target]] for i in own)
+            rows = tuple(given_as[given[i.target]] for i in own)
         calls[instance] = (rows, targets)
     return WeightsProgram(program=program, calls=calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _WeightLayouts(PlanLayouts):
-    """Of what is made once a step of stored weights, on the devices' own mesh."""
+class _OnceLayouts(PlanLayouts):
+    """Of what runs once a step, on the devices' own mesh. `outputs`: the layouts of what it gives, in order."""
 
     whole: Whole
-    part: PartLayouts
+    outputs: tuple[Layout, ...]
 
     def strategy(self, graph: Graph, node: Node) -> Strategy:
         """What the plan chose for an op."""
@@ -149,21 +165,20 @@ class _WeightLayouts(PlanLayouts):
     def later(self, graph: Graph) -> None:
         """Nothing is kept: there is no backward."""
 
+    def output(self, position: int) -> Layout:
+        """As whoever reads it wants it."""
+        return self.outputs[position]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WeightLayouts(_OnceLayouts):
+    """Of what is made of stored weights. `names`: of the parameters, by value."""
+
+    names: Mapping[str, str]
+
     def arrivals(self, graph: Graph) -> dict[str, Layout]:
         """As stored."""
-        if graph.name == self.whole.captured.top.name:
-            names = {i.value.name: i.target for i in graph.inputs}
-        else:
-            block = self.part.captured.block(graph.name)
-            names = PlanLayouts._parameter_names(self.part, block.graph)
-        return {i.value.name: self.storage(names[i.value.name]) for i in graph.inputs}
-
-    def output(self, position: int) -> Layout:
-        """As it stays for all micro-batches."""
-        graph = self.captured.top
-        value = graph.outputs[position].value
-        assert value is not None
-        return self.part.weight(graph, value, f"{MADE}{value}")
+        return {i.value.name: self.storage(self.names[i.value.name]) for i in graph.inputs}
 
 
 def _captured(whole: Whole, graph: Graph) -> CapturedGraph:
@@ -206,50 +221,21 @@ def _refuse_joins(program: Program) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _EndLayouts(PlanLayouts):
-    """Of what runs before or after all micro-batches, on the devices' own mesh: as the plan has it; what is collected,
-    as it was made.
-
-    `gradients`: what it gives are gradients, as stored, by the parameters' values; `joined`: the layouts of what it
-    gives; without either, it gives the model's outputs.
-    """
-
-    whole: Whole
-    gradients: bool
-    joined: tuple[Layout, ...]
-
-    def strategy(self, graph: Graph, node: Node) -> Strategy:
-        """What the plan chose for an op."""
-        return PlanLayouts.strategy(self, replace(graph, name=self.whole.way(graph, node)), node)
-
-    def later(self, graph: Graph) -> None:
-        """Nothing is kept: there is no backward."""
+class _EndLayouts(_OnceLayouts):
+    """Of what runs before or after all micro-batches: as the plan has it; what is collected, as it was made."""
 
     def arrivals(self, graph: Graph) -> dict[str, Layout]:
         """Of each input; of what was collected, the layout in which it was made."""
-        found = PlanLayouts.arrivals(
-            self, replace(graph, inputs=tuple(i for i in graph.inputs if not _is_collected(i.target)))
-        )
+        own = tuple(i for i in graph.inputs if not i.target.startswith(RECEIVED))
+        found = PlanLayouts.arrivals(self, replace(graph, inputs=own))
         top = self.whole.captured.top
         for given in graph.inputs:
-            if _is_collected(given.target):
+            if given.target.startswith(RECEIVED):
                 found[given.value.name] = without_micro(self.whole.made(top, given.value.name), self.mesh)
         return found
 
     def _parameter_names(self, graph: Graph) -> dict[str, str]:
         return {i.value.name: i.target for i in graph.inputs if i.kind is InputKind.PARAMETER}
-
-    def output(self, position: int) -> Layout:
-        """As the plan gives the model's outputs, or as it stores parameters."""
-        if self.joined:
-            return self.joined[position]
-        if self.gradients:
-            names = {i.value.name: i.target for i in self.whole.captured.top.inputs}
-            return self.storage(names[self.captured.top.outputs[position].target])
-        outs = [p for p, o in enumerate(self.whole.captured.top.outputs) if o.kind is OutputKind.OUTPUT]
-        way = self.whole.ways.last
-        text = self.plan.outputs.get(way, {}).get(str(outs[position]))
-        return self.parse(text if text is not None else "whole", f"output {position}")
 
 
 def emit_stages(program: StagedProgram) -> StagedSource:
@@ -263,14 +249,19 @@ def emit_stages(program: StagedProgram) -> StagedSource:
     )
 
 
-def _is_collected(target: str) -> bool:
-    return target.startswith((RECEIVED, JOINED))
-
-
-def _end(whole: Whole, graph: Graph, *, gradients: bool = False, joined: tuple[Layout, ...] = ()) -> Program:
+def _end(whole: Whole, graph: Graph, outputs: Iterable[Layout]) -> Program:
     part = _captured(whole, graph)
-    program = lower_by(
-        part, _EndLayouts(part, whole.plan, mesh_of(whole.plan), whole=whole, gradients=gradients, joined=joined)
-    )
+    layouts = _EndLayouts(part, whole.plan, mesh_of(whole.plan), whole=whole, outputs=tuple(outputs))
+    program = lower_by(part, layouts)
     check_names(program)
     return program
+
+
+def _outputs(whole: Whole) -> list[Layout]:
+    """How the plan gives the model's outputs."""
+    planned = whole.plan.outputs.get(whole.ways.last, {})
+    return [
+        whole.device.parse(planned.get(str(p), "whole"), f"output {p}")
+        for p, out in enumerate(whole.captured.top.outputs)
+        if out.kind is OutputKind.OUTPUT
+    ]
