@@ -127,7 +127,7 @@ class Plan(records.Plan, frozen=True, kw_only=True, forbid_unknown_fields=True, 
             PlanError: the plan is for another model.
         """
         task = question_task(self, model, example_inputs, cluster)
-        return questions.explain(self, name, task, progress or _quiet)
+        return questions.explain(self, name, task, _searching(task, progress or _quiet), progress or _quiet)
 
     def why_not(
         self,
@@ -143,11 +143,7 @@ class Plan(records.Plan, frozen=True, kw_only=True, forbid_unknown_fields=True, 
         Arguments and errors as for `explain`.
         """
         task = question_task(self, model, example_inputs, cluster)
-
-        def again(options: Options) -> Plan:
-            return plan_captured(task.captured, task.cluster, options=options, progress=progress or _quiet)
-
-        return questions.why_not(self, pins, task, again)
+        return questions.why_not(self, pins, task, _searching(task, progress or _quiet))
 
     def again(
         self,
@@ -178,6 +174,15 @@ class Plan(records.Plan, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     def report(self, path: str | Path) -> None:
         """Write the plan as one HTML page that needs nothing else."""
         write_report(self, path)
+
+
+def _searching(task: Task, progress: Progress) -> Callable[[Options], Plan]:
+    """The search that questions ask again, under other options."""
+
+    def search_again(options: Options) -> Plan:
+        return plan_captured(task.captured, task.cluster, options=options, progress=progress, rules=task.rules)
+
+    return search_again
 
 
 def question_task(
