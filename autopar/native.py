@@ -1,5 +1,5 @@
 """Our C++ kernels (`native/`), opened through ctypes. The only file that knows their names and arguments
-(but for the search of large problems: solver/pairwise/native.py).
+(but for the search of large problems, solver/pairwise/native.py, and the ranks of one host, runtime/shared.py).
 
 The library is optional: everything that it does is done in PyTorch too, with the same bits. It is looked for beside the
 package, then where autopar is installed. A library that was built from other sources than those beside the package is
@@ -35,6 +35,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "normal": (_POINTER, _I32, *_SPACE, *_STREAM, _I32),
     "dropout": (_POINTER, _POINTER, _POINTER, _I32, _U64, _F64, *_SPACE, *_STREAM, _I32),
     "dropout_backward": (_POINTER, _POINTER, _POINTER, _I32, _F64, _I64, _I32),
+    "combine": (_POINTER, _POINTER, _I32, _I64, _I32, _I32),
     "adamw": _UPDATE,
     "sgd": _UPDATE,
 }
@@ -146,7 +147,7 @@ def source_digest() -> str | None:
     """SHA-256 over the kernel sources beside the package, as native/CMakeLists.txt takes it; None if there are none."""
     folder = PACKAGE.parent / "native"
     files = [*folder.glob("*.cpp"), *folder.glob("*.h"), *folder.glob("kernels/*.cpp"), *folder.glob("CMakeLists.txt")]
-    files += [*folder.glob("pairwise/*.cpp"), *folder.glob("pairwise/*.h")]
+    files += [f for room in ("pairwise", "shared") for kind in ("cpp", "h") for f in folder.glob(f"{room}/*.{kind}")]
     if not files:
         return None
     names = sorted(f.relative_to(folder).as_posix() for f in files)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autopar import native
 from autopar.optim import AdamW
@@ -70,7 +70,6 @@ def medians(turns: list[Callable[[], Any]], rounds: int) -> list[float]:
     return [statistics.median(t) for t in taken]
 
 
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
@@ -85,7 +84,9 @@ def main() -> None:
         seconds = dict(zip(todo, medians([run for run, _ in todo.values()], asked.rounds), strict=True))
         best = max(todo[name][1] / seconds[name] for name in ("x *= c", "x += y"))
         print(f"{threads} threads, memory at {best / 1e9:.1f} GB/s")
-        print(f"  {'':30} {'M elements/s':>12} {'GB/s':>6} {'of the bound':>12} {'× torch fp32':>12} {'× ours fp32':>11}")
+        print(
+            f"  {'':30} {'M elements/s':>12} {'GB/s':>6} {'of the bound':>12} {'× torch fp32':>12} {'× ours fp32':>11}"
+        )
         for name, (_, traffic) in todo.items():
             took = seconds[name]
             print(

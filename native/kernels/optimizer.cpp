@@ -7,7 +7,7 @@
 // moment add the word's lower 16 bits below their last place, the first moment its upper 16.
 #include <cmath>
 
-#include "../bf16.h"
+#include "../half.h"
 #include "../philox.h"
 
 namespace {

@@ -1,7 +1,7 @@
 // Random numbers and dropout, from the generator of philox.h.
 #include <cmath>
 
-#include "../bf16.h"
+#include "../half.h"
 #include "../philox.h"
 
 namespace {
