@@ -1,7 +1,7 @@
 #include "group.h"
 
 #include <cstring>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "../kernel.h"
@@ -67,28 +67,34 @@ void transfer(std::byte* to, const std::byte* from, std::int64_t bytes) {
 }  // namespace
 
 bool Group::join(const char* path) {
-    if (!segment_.open(path)) return false;
-    ranks_ = segment_.header().ranks;
-    chunk_ = segment_.header().chunk;
-    spins_ = ranks_ <= cores() ? kSpins : 0;
-#if defined(__linux__)
-    char state;
-    Member& me = segment_.member(rank_);
-    me.began.store(process_start(getpid(), &state));
-    me.pid.store(getpid(), std::memory_order_release);
-#endif
+    std::shared_ptr<Segment> segment = std::make_shared<Segment>();
+    if (!segment->open(path)) return false;
+    join(std::move(segment));
     return true;
 }
 
+void Group::join(std::shared_ptr<Segment> segment) {
+    segment_ = std::move(segment);
+    ranks_ = segment_->header().ranks;
+    chunk_ = segment_->header().chunk;
+    spins_ = ranks_ <= cores() ? kSpins : 0;
+#if defined(__linux__)
+    char state;
+    Member& me = segment_->member(rank_);
+    me.began.store(process_start(getpid(), &state));
+    me.pid.store(getpid(), std::memory_order_release);
+#endif
+}
+
 Outcome Group::failure(std::int32_t* rank) const {
-    const std::int64_t broken = segment_.header().broken.load();
+    const std::int64_t broken = segment_->header().broken.load();
     *rank = static_cast<std::int32_t>(broken & 0xFFFFFFFF);
     return static_cast<Outcome>(broken >> 32);
 }
 
 Outcome Group::fail(Outcome what, int rank) {
     std::int64_t none = 0;
-    segment_.header().broken.compare_exchange_strong(none, static_cast<std::int64_t>(what) << 32 | rank);
+    segment_->header().broken.compare_exchange_strong(none, static_cast<std::int64_t>(what) << 32 | rank);
     std::int32_t first;
     return failure(&first);
 }
@@ -99,7 +105,7 @@ Outcome Group::check(int of, double began, double* stopped) {
     if (const Outcome known = failure(&first); known != kDone) return known;
     const double now = now_s();
     if (now - began > limit_s_) return fail(kLate, of);
-    const Member& member = segment_.member(of);
+    const Member& member = segment_->member(of);
     const std::int32_t pid = member.pid.load(std::memory_order_acquire);
     if (pid == 0) return kDone;  // it has not joined yet
     char state = 'X';
@@ -136,10 +142,10 @@ Outcome Group::await(Word& word, std::uint32_t wanted, int of) {
 }
 
 Outcome Group::step() {
-    segment_.member(rank_).posted.advance();
+    segment_->member(rank_).posted.advance();
     for (int i = 1; i < ranks_; ++i) {
         const int q = (rank_ + i) % ranks_;
-        if (const Outcome outcome = await(segment_.member(q).posted, sequence_ + 1, q); outcome != kDone) return outcome;
+        if (const Outcome outcome = await(segment_->member(q).posted, sequence_ + 1, q); outcome != kDone) return outcome;
     }
     return kDone;
 }
@@ -218,10 +224,10 @@ Outcome Group::reduce_in_two(const std::byte* in, std::byte* out, std::int64_t b
         for (int q = 0; q < ranks_; ++q) {
             parts[static_cast<std::size_t>(q)] = q == rank_ ? in + k * chunk + mine : slot(q) + mine;
         }
-        combine_(segment_.result(sequence_) + mine, parts.data(), ranks_, length(k, rank_) / width_of(dtype), dtype, largest);
+        combine_(segment_->result(sequence_) + mine, parts.data(), ranks_, length(k, rank_) / width_of(dtype), dtype, largest);
         if (k == 0) return;
         for (int q = 0; q < ranks_; ++q) {  // the chunk before: its input has been read, so `out` may be `in`
-            transfer(out + (k - 1) * chunk + q * part, segment_.result(sequence_ - 1) + q * part, length(k - 1, q));
+            transfer(out + (k - 1) * chunk + q * part, segment_->result(sequence_ - 1) + q * part, length(k - 1, q));
         }
     };
     return steps(chunks + 1, put, take);
@@ -255,10 +261,10 @@ Outcome Group::all_to_all(const void* in, void* out, const std::int64_t* give, c
     for (int q = 0; q < ranks_; ++q) most = give[q] > most ? give[q] : most;
     for (int q = 0; q < rank_; ++q) own += give[q];
     if (!alike) {
-        auto tell = [&](std::int64_t) { segment_.member(rank_).told[sequence_ & 1].store(most); };
+        auto tell = [&](std::int64_t) { segment_->member(rank_).told[sequence_ & 1].store(most); };
         auto hear = [&](std::int64_t) {
             for (int q = 0; q < ranks_; ++q) {
-                const std::int64_t theirs = segment_.member(q).told[sequence_ & 1].load();
+                const std::int64_t theirs = segment_->member(q).told[sequence_ & 1].load();
                 most = theirs > most ? theirs : most;
             }
         };

@@ -23,6 +23,8 @@ public:
 
     // Maps the segment and says who this rank is. False and errno where that fails.
     bool join(const char* path);
+    // The same with a map that is there: ranks that are threads may share one.
+    void join(std::shared_ptr<Segment> segment);
 
     Outcome barrier();
     // out: bytes of rank 0, of rank 1, ...
@@ -40,7 +42,7 @@ public:
     // The first failure of the group: its outcome and, in `rank`, whose it was.
     Outcome failure(std::int32_t* rank) const;
 
-    const Segment& segment() const { return segment_; }
+    const Segment& segment() const { return *segment_; }
     int rank() const { return rank_; }
     int ranks() const { return ranks_; }
 
@@ -54,9 +56,9 @@ private:
     Outcome reduce_in_two(const std::byte* in, std::byte* out, std::int64_t bytes, std::int32_t dtype,
                           std::int32_t largest);
     std::int64_t part_bytes() const;  // of a slot, for each rank
-    std::byte* slot(int rank) const { return segment_.slot(rank, sequence_); }
+    std::byte* slot(int rank) const { return segment_->slot(rank, sequence_); }
 
-    Segment segment_;
+    std::shared_ptr<Segment> segment_;
     std::int32_t rank_, ranks_ = 0;
     double limit_s_;
     Combine combine_;
