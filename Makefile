@@ -12,7 +12,7 @@ help:
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml scripts/setup $(wildcard native/*.* native/kernels/* native/pairwise/*)
+$(INSTALLED): pyproject.toml scripts/setup $(wildcard native/*.* native/kernels/* native/pairwise/* native/shared/*)
 	@scripts/setup
 	@touch $@
 

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autopar import optim
     from autopar.api import ClusterSpec, Plan, capture, compile, emit_source, search, verify
     from autopar.errors import AutoparError, CaptureError, InfeasibleError, PlanError, RankError, UserError
     from autopar.ir.configuration import Configuration
@@ -63,6 +64,7 @@ __all__ = [
     "compile",
     "emit_source",
     "launch",
+    "optim",
     "predict",
     "search",
     "shard_dataset",
@@ -88,6 +90,8 @@ _check_torch()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return importlib.import_module("autopar.optim")
     if name not in _HOME:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
     found = getattr(importlib.import_module(_HOME[name]), name)

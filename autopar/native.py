@@ -1,5 +1,5 @@
 """Our C++ kernels (`native/`), opened through ctypes. The only file that knows their names and arguments
-(but for the search of large problems: solver/pairwise/native.py).
+(but for the search of large problems, solver/pairwise/native.py, and the ranks of one host, runtime/shared.py).
 
 The library is optional: everything that it does is done in PyTorch too, with the same bits. It is looked for beside the
 package, then where autopar is installed. A library that was built from other sources than those beside the package is
@@ -27,6 +27,7 @@ _POINTER, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 _U64, _F64 = ctypes.c_uint64, ctypes.c_double
 _SPACE = (_POINTER, _I64)
 _STREAM = (_U64, _U64)
+_UPDATE = (_POINTER, _I64, _POINTER, _I32, _I32, _I32)
 
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "words": (_POINTER, _I32, *_SPACE, *_STREAM, _I32),
@@ -34,8 +35,27 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "normal": (_POINTER, _I32, *_SPACE, *_STREAM, _I32),
     "dropout": (_POINTER, _POINTER, _POINTER, _I32, _U64, _F64, *_SPACE, *_STREAM, _I32),
     "dropout_backward": (_POINTER, _POINTER, _POINTER, _I32, _F64, _I64, _I32),
+    "combine": (_POINTER, _POINTER, _I32, _I64, _I32, _I32),
+    "adamw": _UPDATE,
+    "sgd": _UPDATE,
 }
 """Kernel -> argument types, as in native/kernels. Each returns a Status of native/kernel.h, 0 if done."""
+
+
+class OptimizerItem(ctypes.Structure):
+    """One tensor that an optimizer updates: `Item` of native/kernels/optimizer.cpp."""
+
+    _fields_ = (
+        ("parameter", _POINTER), ("gradient", _POINTER), ("first", _POINTER), ("second", _POINTER), ("copy", _POINTER),
+        ("count", _I64), ("rate", _F64), ("root", _F64), ("space", _POINTER), ("key", _U64), ("step", _U64),
+    )  # fmt: skip
+
+
+class OptimizerRule(ctypes.Structure):
+    """What is the same for all tensors: `Rule` of native/kernels/optimizer.cpp."""
+
+    _fields_ = (("factor", _F64), ("keep", _F64), ("a", _F64), ("b", _F64), ("c", _F64), ("eps", _F64))
+
 
 STATUS = {1: "a dtype that it doesn't know", 2: "too many dims"}
 
@@ -127,7 +147,7 @@ def source_digest() -> str | None:
     """SHA-256 over the kernel sources beside the package, as native/CMakeLists.txt takes it; None if there are none."""
     folder = PACKAGE.parent / "native"
     files = [*folder.glob("*.cpp"), *folder.glob("*.h"), *folder.glob("kernels/*.cpp"), *folder.glob("CMakeLists.txt")]
-    files += [*folder.glob("pairwise/*.cpp"), *folder.glob("pairwise/*.h")]
+    files += [f for room in ("pairwise", "shared") for kind in ("cpp", "h") for f in folder.glob(f"{room}/*.{kind}")]
     if not files:
         return None
     names = sorted(f.relative_to(folder).as_posix() for f in files)

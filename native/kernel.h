@@ -17,7 +17,19 @@ namespace autopar {
 
 // As in native.py.
 enum Status : std::int32_t { kDone = 0, kUnknownDtype = 1, kTooManyDims = 2 };
-enum Dtype : std::int32_t { kNone = 0, kFloat32 = 1, kFloat64 = 2, kBFloat16 = 3 };
+enum Dtype : std::int32_t {
+    kNone = 0,
+    kFloat32 = 1,
+    kFloat64 = 2,
+    kBFloat16 = 3,
+    kFloat16 = 4,
+    kInt64 = 5,
+    kInt32 = 6,
+    kInt16 = 7,
+    kInt8 = 8,
+    kUInt8 = 9,
+    kBool = 10
+};
 
 using Part = void (*)(void* context, std::int64_t first, std::int64_t last);
 

@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "solver": {"ir", "native"},
     "codegen": {"ir", "ops"},
     "runtime": {"ir", "native"},
+    "optim": {"native", "runtime"},
     "training": {"ir", "runtime", "api"},
     "profiling": {"ir", "cost_model", "runtime"},
     "verification": {"ir", "tracer"},

@@ -22,7 +22,8 @@ def _kernels(device: torch.device) -> native.Kernels | None:
 
 
 @lru_cache(maxsize=1024)
-def _as_argument(of: Space) -> tuple[Any, int]:
+def as_argument(of: Space) -> tuple[Any, int]:
+    """(the piece as kernels take it, its number of elements)."""
     numbers = (of.base, len(of.sizes), *of.sizes, *of.strides)
     return (ctypes.c_int64 * len(numbers))(*numbers), of.count
 
@@ -33,7 +34,7 @@ def words(stream: Stream, of: Space, width: int, device: torch.device) -> Tensor
     if kernels is None:
         return philox.words(stream, of, width, device)
     out = torch.empty(of.count * width, dtype=torch.int32)
-    kernels("words", out.data_ptr(), width, *_as_argument(of), stream.key, stream.step, torch.get_num_threads())
+    kernels("words", out.data_ptr(), width, *as_argument(of), stream.key, stream.step, torch.get_num_threads())
     return out
 
 
@@ -62,7 +63,7 @@ def normal(stream: Stream, of: Space, dtype: torch.dtype, device: torch.device) 
 def _filled(kernels: native.Kernels, kernel: str, stream: Stream, of: Space, dtype: torch.dtype) -> Tensor:
     out = torch.empty(of.shape, dtype=dtype)
     kernels(
-        kernel, out.data_ptr(), DTYPES[dtype], *_as_argument(of), stream.key, stream.step, torch.get_num_threads()
+        kernel, out.data_ptr(), DTYPES[dtype], *as_argument(of), stream.key, stream.step, torch.get_num_threads()
     )  # fmt: skip
     return out
 
@@ -91,7 +92,7 @@ def dropout(stream: Stream, of: Space, x: Tensor, p: float) -> tuple[Tensor, Ten
     out = torch.empty_like(x) if kind else None
     kernels(
         "dropout", None if out is None else out.data_ptr(), mask.data_ptr(), x.data_ptr() if kind else None, kind,
-        threshold, scale, *_as_argument(of), stream.key, stream.step, torch.get_num_threads(),
+        threshold, scale, *as_argument(of), stream.key, stream.step, torch.get_num_threads(),
     )  # fmt: skip
     return (x * mask * scale if out is None else out), mask
 

@@ -1,5 +1,8 @@
 """Ranks as processes: torch.distributed, gloo on CPU and NCCL on GPUs; one process group per mesh axis.
 
+Groups whose ranks are all on one host and compute on its CPU exchange tensors through memory that they share
+(`runtime.shared`), which is faster than gloo at every size. `GroupCommunicator.carriers` says what carries which axis.
+
 gloo of torch 2.13 carries every collective used here, for floating, integer and boolean dtypes, at 2, 3 and 4 ranks
 (tests/runtime/test_groups.py). Nothing is emulated (`EMULATED` would list it).
 """
@@ -21,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.errors import PlanError, UserError
 from autopar.ir.mesh import Mesh
 from autopar.runtime.comm import Communicator
+from autopar.runtime.shared import DTYPES, SharedGroup, shared_group
 from autopar.runtime.spread_numbers import serve_whole_numbers
-from autopar.runtime.torch_private import storage_uses
+from autopar.runtime.torch_private import default_store, storage_uses
 
 EMULATED: frozenset[str] = frozenset()
 """Collectives that a backend lacks and that are made of others here, as "backend/collective"."""
@@ -30,12 +34,19 @@ EMULATED: frozenset[str] = frozenset()
 YIELDS = 100
 """How often at most after a collective the processor is given to the threads that still hold its tensors."""
 GROUP_TIMEOUT_S = 1800.0
-"""How long a collective waits for a rank that is alive. A rank that dies ends the others at once (gloo) or is ended by
-torchrun or `launch`. AUTOPAR_GROUP_TIMEOUT_S sets another."""
+"""How long a collective waits for a rank that is alive. A rank that dies ends the others at once (gloo), within seconds
+(shared memory), or is ended by torchrun or `launch`. AUTOPAR_GROUP_TIMEOUT_S sets another."""
+
+
+EVERY = "every rank"
+"""Where carriers are named by axis: that of messages between any two ranks."""
 
 
 class GroupCommunicator(Communicator):
-    """`rt` of one process. `device_mesh` is the same mesh as torch knows it, for DTensors."""
+    """`rt` of one process. `device_mesh` is the same mesh as torch knows it, for DTensors.
+
+    `carriers`: axis, or EVERY -> what its tensors go through, for people.
+    """
 
     def __init__(self, mesh: Mesh, device: torch.device, device_mesh: DeviceMesh) -> None:
         super().__init__(mesh, dist.get_rank(), device)
@@ -43,8 +54,32 @@ class GroupCommunicator(Communicator):
         serve_whole_numbers()
         self._groups: dict[str, Any] = {name: device_mesh.get_group(name) for name in mesh.names}
         self._under_way: list[tuple[Any, Tensor]] = []
+        self._shared: dict[str, SharedGroup] = {}
+        self.carriers = dict.fromkeys((*mesh.names, EVERY), "nccl" if device.type == "cuda" else "gloo")
+        if device.type == "cpu":
+            self._share()
+
+    def _share(self) -> None:
+        """Share memory in every group that can. Collective."""
+        limit_s = group_timeout_s()
+        groups = {name: dist.get_process_group_ranks(group) for name, group in self._groups.items()}
+        for name, members in {**groups, EVERY: list(range(self.mesh.size))}.items():
+            if len(members) == 1:
+                continue
+            shared, why = shared_group(default_store(), members, self.rank, limit_s)
+            self.carriers[name] = why if shared is not None else f"gloo ({why})"
+            if shared is not None:
+                self._shared[name] = shared
+
+    def _summing(self, axis: str, dtype: torch.dtype) -> SharedGroup | None:
+        """The shared memory of an axis, if it can add up such numbers."""
+        return self._shared.get(axis) if dtype in DTYPES else None
 
     def _reduce(self, x: Tensor, axis: str, largest: bool) -> Tensor:
+        if (shared := self._summing(axis, _real(x).dtype)) is not None:
+            out = torch.empty_like(x)
+            shared.all_reduce(_real(x), _real(out), largest=largest)
+            return out
         out = x.clone()
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         self._run(axis, partial(dist.all_reduce, op=op), _real(out))
@@ -53,10 +88,17 @@ class GroupCommunicator(Communicator):
     def _gather(self, x: Tensor, axis: str) -> Tensor:
         n = self.size(axis)
         out = torch.empty((n, *x.shape), dtype=x.dtype, device=x.device)
-        self._run(axis, dist.all_gather_single, _real(out).view(-1), _real(x).reshape(-1))
+        if (shared := self._shared.get(axis)) is not None:
+            shared.all_gather(x, out)
+        else:
+            self._run(axis, dist.all_gather_single, _real(out).view(-1), _real(x).reshape(-1))
         return out
 
     def _scatter(self, x: Tensor, axis: str, own: bool) -> Tensor:
+        if (shared := self._summing(axis, _real(x).dtype)) is not None:
+            out = torch.empty(x.shape[1:], dtype=x.dtype)
+            shared.reduce_scatter(_real(x), _real(out))
+            return out
         if self.device.type == "cpu":
             # gloo's is an all-reduce of a copy: where x can be given up the copy is spared.
             summed = x if own else x.clone()
@@ -68,23 +110,34 @@ class GroupCommunicator(Communicator):
 
     def _exchange(self, x: Tensor, axis: str) -> Tensor:
         out = torch.empty_like(x)
-        self._run(axis, dist.all_to_all_single, _real(out).view(-1), _real(x).reshape(-1))
+        if (shared := self._shared.get(axis)) is not None:
+            shared.all_to_all(x, out)
+        else:
+            self._run(axis, dist.all_to_all_single, _real(out).view(-1), _real(x).reshape(-1))
         return out
 
     def send_to(self, x: Tensor, to: int, tag: int) -> None:
         """Give a tensor to another rank, which asks for it by the same tag; goes on at once."""
         x = x.contiguous()
+        if (shared := self._shared.get(EVERY)) is not None:
+            shared.send(x, to, tag)
+            return
         self._under_way = [w for w in self._under_way if not w[0].is_completed()]
         self._under_way.append((dist.isend(_real(x), to, tag=tag), x))
 
     def receive_from(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> Tensor:
         """What another rank sends by this tag; waits for it."""
         out = torch.empty(shape, dtype=dtype, device=self.device)
+        if (shared := self._shared.get(EVERY)) is not None:
+            shared.receive(out, source, tag)
+            return out
         dist.recv(_real(out), source, tag=tag)
         return out
 
     def sent(self) -> None:
         """Wait until all that was sent has arrived."""
+        if (shared := self._shared.get(EVERY)) is not None:
+            shared.sent()
         for work, _ in self._under_way:
             work.wait()
         self._under_way.clear()
@@ -102,6 +155,9 @@ class GroupCommunicator(Communicator):
 
     def _send_rows(self, x: Tensor, axis: str, give: list[int], take: list[int]) -> Tensor:
         out = x.new_empty((sum(take), *x.shape[1:]))
+        if (shared := self._shared.get(axis)) is not None:
+            shared.all_to_all(x, out, give, take)
+            return out
         dist.all_to_all_single(_real(out), _real(x), take, give, group=self._groups[axis])
         return out
 
@@ -122,15 +178,19 @@ def ranks_started() -> int:
     return int(text)
 
 
+def group_timeout_s() -> float:
+    """How long a collective waits for a rank that is alive."""
+    return float(os.environ.get("AUTOPAR_GROUP_TIMEOUT_S", GROUP_TIMEOUT_S))
+
+
 def init_ranks(backend: str | None = None) -> None:
     """Start the default process group from the environment (torchrun's, SLURM's, `launch`'s) unless there is one."""
     if dist.is_initialized():
         return
-    seconds = float(os.environ.get("AUTOPAR_GROUP_TIMEOUT_S", GROUP_TIMEOUT_S))
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+    dist.init_process_group(backend, timeout=timedelta(seconds=group_timeout_s()))
 
 
 def communicator(mesh: Mesh, device_type: str | None = None) -> GroupCommunicator:

@@ -12,6 +12,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
@@ -51,6 +52,11 @@ def op_handlers() -> dict[Any, Handler]:
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     found: dict[Any, Handler] = handlers
     return found
+
+
+def piece_of(x: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, starts) of this rank's piece in the whole."""
+    return compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
 
 
 def pending_norm(order: float) -> Partial:

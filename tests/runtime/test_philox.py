@@ -145,7 +145,7 @@ def test_threads_change_nothing(use: None) -> None:
     made = []
     for threads in (1, 2, 5):
         out = torch.empty(piece.count * 4, dtype=torch.int32)
-        kernels("words", out.data_ptr(), 4, *draw._as_argument(piece), STREAM.key, STREAM.step, threads)
+        kernels("words", out.data_ptr(), 4, *draw.as_argument(piece), STREAM.key, STREAM.step, threads)
         made.append(out)
     assert all(torch.equal(m, made[0]) for m in made)
     assert torch.get_num_threads() == before
