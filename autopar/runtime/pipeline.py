@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.ir.graph import Phase
 from autopar.ir.layout import Kind, Layout, local_piece, parse_layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import STAGE
+from autopar.ir.plan import ACCUMULATE, STAGE
 from autopar.ir.schedule import Action, ActionKind
 from autopar.ir.schedules import build_schedule
 from autopar.ir.staged import JOINED, MICRO, RECEIVED, SUMMED, PartProgram, Passed, Piece, StagedProgram, StagedSource
@@ -20,7 +20,7 @@ from autopar.runtime.comm import Communicator, View
 from autopar.runtime.loaded import Executable
 from autopar.runtime.spread_numbers import is_of_a_stage
 
-SCHEDULES = {"accumulate": "none"}
+SCHEDULES = {ACCUMULATE: "none"}
 """Schedules of a plan that are others by another name."""
 
 
@@ -321,7 +321,7 @@ class Step:
         for target in passed.targets:
             if pipeline.home(target) == pipeline.stage:
                 self.local[target, passed.value, micro_batch] = value
-            else:
+            elif value.numel():
                 tag = self._tag(passed, micro_batch)
                 pipeline.everyone.send_to(value, pipeline.neighbour(pipeline.home(target)), tag)
 
@@ -340,6 +340,8 @@ class Step:
             piece.meta.shape, piece.layout, pipeline.micro.mesh, pipeline.micro.rank, piece.meta.units
         )
         dtype = getattr(torch, piece.meta.dtype)
+        if 0 in shape:  # of a micro-batch without a row of this rank's: not sent
+            return torch.empty(shape, dtype=dtype, device=pipeline.rt.device)
         source = pipeline.neighbour(pipeline.home(passed.source))
         return pipeline.everyone.receive_from(shape, dtype, source, self._tag(passed, micro_batch))
 
