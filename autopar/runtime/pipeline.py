@@ -124,6 +124,7 @@ class Step:
     joined: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     local: dict[tuple[int, str, int], Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    waiting: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     sums: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     owned: set[tuple[int, str]] = field(default_factory=set)
     collected: list[list[Tensor]] = field(default_factory=list)
@@ -139,6 +140,8 @@ class Step:
         for action in pipeline.order:
             if action.kind is ActionKind.FORWARD:
                 self._forward(action)
+            elif self.tangents is not None and action.kind is ActionKind.BACKWARD_WEIGHT:
+                self._weights_half(action)
             elif self.tangents is not None:
                 self._backward(action)
         gradients = self._gradients() if self.tangents is not None else {}
@@ -295,15 +298,39 @@ class Step:
             self.pipeline.micro, self.held[part.index], self._buffers(main), self._constants(main),
             self.saved.pop((part.index, j)), tangents,
         )  # fmt: skip
+        if action.kind is ActionKind.BACKWARD_INPUT:
+            others, self.waiting[part.index, j] = found
+            self._leave(part, j, [None] * len(main.parameters), others)
+        else:
+            count = len(main.parameters)
+            self._leave(part, j, found[:count], found[count:])
+
+    def _weights_half(self, action: Action) -> None:
+        """The second half of a backward."""
+        part, j = self.pipeline.parts[action.chunk], action.micro_batch
+        self._at(j)
+        main = part.main
+        found = main.weights(
+            self.pipeline.micro, self.held[part.index], self._buffers(main), self._constants(main),
+            self.waiting.pop((part.index, j)),
+        )  # fmt: skip
         count = len(main.parameters)
-        for name, gradient in zip(main.parameters, found[:count], strict=True):
+        self._leave(part, j, found[:count], found[count:])
+
+    def _leave(
+        self, part: Part, micro_batch: int, gradients: Sequence[Tensor | None], others: Sequence[Tensor | None]
+    ) -> None:
+        """Gradients of parameters to their sums; others to the parts that they are of, and to what is summed."""
+        for name, gradient in zip(part.main.parameters, gradients, strict=True):
             if gradient is not None:
                 self._add((part.index, name), gradient, _is_summand(part.program.sums[name]))
         sent = [p for p in self.pipeline.program.passed if p.source == part.index and p.phase is Phase.BACKWARD]
-        for passed, out in zip(sent, found[count:], strict=False):
-            self._pass(passed, out, j)
-        for piece, out in zip(part.program.summed, found[count + len(sent) :], strict=True):
-            self._add((part.index, SUMMED + piece.value), out, _is_summand(piece.layout))
+        for passed, out in zip(sent, others, strict=False):
+            if out is not None:
+                self._pass(passed, out, micro_batch)
+        for piece, out in zip(part.program.summed, others[len(sent) :], strict=True):
+            if out is not None:
+                self._add((part.index, SUMMED + piece.value), out, _is_summand(piece.layout))
 
     def _add(self, key: tuple[int, str], gradient: Tensor, summed: bool) -> None:
         """To the sum of a parameter's gradients; where every micro-batch makes the same, it is that."""

@@ -10,6 +10,7 @@ from autopar.codegen.emit import emit
 from autopar.codegen.layouts import PlanLayouts, own_inputs
 from autopar.codegen.lower import lower_by
 from autopar.codegen.stages.cut import CutGraph, cut_graph
+from autopar.codegen.stages.halves import late_nodes
 from autopar.codegen.stages.hoist import MADE, Weights, hoist
 from autopar.codegen.stages.layouts import PartLayouts, Ways, Whole, micro_mesh, without_micro
 from autopar.codegen.tables import may_draw
@@ -20,6 +21,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan, mesh_of
 from autopar.ir.program import Program
 from autopar.ir.reshard import Collective
+from autopar.ir.schedules import in_halves
 from autopar.ir.staged import (
     MICRO,
     RECEIVED,
@@ -116,7 +118,8 @@ def _after(whole: Whole, graph: Graph | None) -> Program | None:
 
 def _program(layouts: PartLayouts) -> Program:
     """A part's graph in micro-batches."""
-    program = replace(lower_by(layouts.captured, layouts), sums=True)
+    halves = in_halves(layouts.plan.schedule.name)
+    program = replace(lower_by(layouts.captured, layouts, late_nodes if halves else None), sums=True)
     check_names(program)
     if layouts.plan.schedule.micro_batches > 1:
         _refuse_joins(program)
