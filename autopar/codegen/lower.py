@@ -335,7 +335,9 @@ class _Lowering:
         return tuple(others), tuple(gradients.get(p) for p in parameters)
 
     def _as_made(self, value: str) -> Local:
-        made = self.backward.made.get(value) or self.forward.made[value]
+        made = self.backward.made.get(value) or self.forward.made.get(value)
+        if made is None:
+            raise CompilerError(f"{value} leaves before it is made")
         return self.backward.fetch(value, made.layout, OUTSIDE)
 
     def _forward_function(

@@ -161,6 +161,8 @@ def _in_their_ways(
 
 
 def _schedule(problem: StageProblem) -> str:
+    if problem.schedule:
+        return problem.schedule
     if len(problem.stages) == 1:
         return ACCUMULATE if problem.micro_batches > 1 else "none"
     return "interleaved" if problem.chunks > 1 else "1f1b"

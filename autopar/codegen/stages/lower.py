@@ -10,13 +10,13 @@ from autopar.codegen.emit import emit
 from autopar.codegen.layouts import PlanLayouts, own_inputs
 from autopar.codegen.lower import lower_by
 from autopar.codegen.stages.cut import CutGraph, cut_graph
-from autopar.codegen.stages.halves import late_nodes
 from autopar.codegen.stages.hoist import MADE, Weights, hoist
 from autopar.codegen.stages.layouts import PartLayouts, Ways, Whole, micro_mesh, without_micro
 from autopar.codegen.tables import may_draw
 from autopar.errors import PlanError
 from autopar.ir.ends import before_blocks
 from autopar.ir.graph import Block, BlockCall, CapturedGraph, Graph, InputKind, Node, OutputKind
+from autopar.ir.halves import late_nodes
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan, mesh_of
 from autopar.ir.program import Program
