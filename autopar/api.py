@@ -26,6 +26,7 @@ from autopar.cost_model.prices import MeshPrices
 from autopar.cost_model.replay import replay
 from autopar.cost_model.search_space import mesh_candidates
 from autopar.cost_model.simulate import simulate
+from autopar.cost_model.stage_work import stage_works
 from autopar.cost_model.tasks import Overlap
 from autopar.errors import ClusterError, InputError, PlanError, UserError, without_frames
 from autopar.ir import cluster as description
@@ -38,7 +39,7 @@ from autopar.ir.plan import decode_plan, mesh_of
 from autopar.ir.profile import refuse_foreign
 from autopar.ir.program import Source
 from autopar.ir.schedules import build_schedule
-from autopar.ir.staged import StagedSource
+from autopar.ir.staged import StagedSource, schedule_of
 from autopar.ir.timeline import Timeline
 from autopar.ops.lowering import is_random
 from autopar.present.plan_diff import PlanDiff, diff_plans
@@ -595,6 +596,8 @@ def timeline_captured(captured: CapturedGraph, plan: records.Plan) -> Timeline:
     _check_model(captured, plan)
     if plan.cluster.spec is None:
         raise PlanError(f"the plan's file says of its cluster only the name, {plan.cluster.name}: search again")
+    if records.is_staged(plan):
+        return _staged_timeline(captured, plan, plan.cluster.spec)
     mesh = mesh_of(plan)
     program = codegen.lower(captured, plan, mesh)
     state = records.options_of(plan).optimizer_bytes_per_parameter
@@ -605,6 +608,18 @@ def timeline_captured(captured: CapturedGraph, plan: records.Plan) -> Timeline:
     rounding = ROUND if plan.cluster.spec.backend == "nccl" else ROUND_CPU
     memory = step_memory(captured, program, plan), save_memory(captured, program, state, rounding=rounding)
     return replace(found, memory=memory)
+
+
+def _staged_timeline(captured: CapturedGraph, plan: records.Plan, cluster: description.ClusterSpec) -> Timeline:
+    """Stages wait for what they send, as in the plan's price; the optimizer waits for all gradients."""
+    program = staging.staged(captured, plan).program
+    state = records.options_of(plan).optimizer_bytes_per_parameter
+    works = stage_works(captured, program, plan, cluster, state)
+    overlap = Overlap(**cluster.profile.overlap) if cluster.profile is not None else None
+    found = simulate(
+        schedule_of(program), works, overlap=overlap, overlap_sends=False, overlap_sync=False, joint_end=True
+    )
+    return replace(found, memory=())
 
 
 @without_frames

@@ -12,16 +12,23 @@ from torch import Tensor
 from autopar.ir.graph import Phase
 from autopar.ir.layout import Kind, Layout, local_piece, parse_layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import ACCUMULATE, STAGE
+from autopar.ir.plan import STAGE
 from autopar.ir.schedule import Action, ActionKind
-from autopar.ir.schedules import build_schedule
-from autopar.ir.staged import JOINED, MICRO, RECEIVED, SUMMED, PartProgram, Passed, Piece, StagedProgram, StagedSource
+from autopar.ir.staged import (
+    JOINED,
+    MICRO,
+    RECEIVED,
+    SUMMED,
+    PartProgram,
+    Passed,
+    Piece,
+    StagedProgram,
+    StagedSource,
+    schedule_of,
+)
 from autopar.runtime.comm import Communicator, View
 from autopar.runtime.loaded import Executable
 from autopar.runtime.spread_numbers import is_of_a_stage
-
-SCHEDULES = {ACCUMULATE: "none"}
-"""Schedules of a plan that are others by another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +80,7 @@ class Pipeline:
         self.parts = tuple(self._part(c * stages + self.stage, source) for c in range(chunks))
         last = len(program.parts) - 1
         self.last = Executable(source.last, program.model_name) if last % stages == self.stage else None
-        schedule = build_schedule(
-            SCHEDULES.get(program.schedule, program.schedule), stages=stages, micro_batches=program.micro_batches,
-            chunks=chunks,
-        )  # fmt: skip
-        self.order = schedule.orders[self.stage]
+        self.order = schedule_of(program).orders[self.stage]
 
     def _part(self, index: int, source: StagedSource) -> Part:
         part = self.program.parts[index]
