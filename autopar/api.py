@@ -464,7 +464,9 @@ def compile_on(
         made = staging.staged(captured, plan)
         rt = ranks(plan, made.source)
         again = _Replanner(skeleton(model), rt, cluster, plan, options)
-        return made.module(model, rt, recompile=again.staged, seed=options.seed)
+        return made.module(
+            model, rt, recompile=again.staged, predicts=lambda: timeline_captured(captured, plan), seed=options.seed
+        )
     source = emit_captured(captured, plan)
     rt = ranks(plan, source)
     agree_among(rt, f"{options.seed}|{source.text}", f"compile({captured.model_name}): the program or the seed")

@@ -15,6 +15,7 @@ from autopar.ir.graph import CapturedGraph
 from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.plan import Plan, all_ranks
 from autopar.ir.staged import StagedProgram, StagedSource
+from autopar.ir.timeline import Timeline
 from autopar.runtime.calls import Request
 from autopar.runtime.comm import Communicator
 from autopar.runtime.staged import Compiled, StagedModule
@@ -33,10 +34,10 @@ class Staged:
 
     def module(
         self, model: nn.Module, everyone: Communicator, *, recompile: Callable[[Request], Compiled] | None = None,
-        seed: int = 0,
+        predicts: Callable[[], Timeline] | None = None, seed: int = 0,
     ) -> StagedModule:  # fmt: skip
-        """The module of one rank. `everyone`: on the mesh of all ranks. `recompile`: see `StagedModule`."""
-        return StagedModule(self.compiled, model, everyone, recompile=recompile, seed=seed)
+        """The module of one rank. `everyone`: on the mesh of all ranks. For the others see `StagedModule`."""
+        return StagedModule(self.compiled, model, everyone, recompile=recompile, predicts=predicts, seed=seed)
 
     @property
     def compiled(self) -> Compiled:

@@ -1,18 +1,24 @@
-"""The predicted step of plans with stages over time: what is emitted, in the order in which stages run it."""
+"""The step of plans with stages over time: predicted as it is emitted, and measured beside that."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
+import autopar
 from autopar import api, staging
+from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.stage_work import stage_works
-from autopar.errors import PlanError
+from autopar.errors import PlanError, UserError
+from autopar.ir.account import StagesReport
+from autopar.ir.options import Options
 from autopar.ir.plan import PlanCluster, PlanSchedule
 from autopar.ir.schedule import ActionKind
 from autopar.ir.work import Section, Tasks
 from autopar.present.trace import trace_events
-from tests.test_staging import SMALL, planned
+from tests.models import tiny
+from tests.test_staging import SMALL, planned, short
 
 
 def us_of(tasks: Tasks) -> float:
@@ -64,3 +70,35 @@ def test_a_plan_without_its_cluster_has_no_timeline():
     captured, plan = planned("skip", SMALL, 4)
     with pytest.raises(PlanError, match="search again"):
         api.timeline_captured(captured, replace(plan, cluster=PlanCluster(name="x", devices=2)))
+
+
+def reported(folder: str) -> tuple[str, StagesReport]:
+    model, inputs = tiny("llama")
+    options = Options(pins=SMALL, micro_batches=4, schedules=("zb-h1",))
+    module = autopar.compile(model, load_cluster("rtx4090:2"), example_inputs=inputs, options=options)
+    with pytest.raises(UserError, match="no step was measured"):
+        module.report()
+    module.measure(steps=2)
+    for given in (inputs, inputs, short(inputs, 3), inputs):  # the short one is not measured
+        module.step(**given)
+    return str(module.report(f"{folder}/stages.json")), module.report()
+
+
+@pytest.mark.ranks
+def test_what_the_actions_of_all_stages_take(tmp_path):
+    text, report = autopar.launch(reported, ranks=2, args=(str(tmp_path),))
+    assert msgspec.json.decode((tmp_path / "stages.json").read_bytes(), type=StagesReport).rows
+    assert report.steps == 2 and (report.rank, report.ranks) == (0, 2)
+    assert report.schedule == "zb-h1: 2 stages × 1 chunks, 4 micro-batches"
+    assert [(r.stage, r.what) for r in report.rows] == [
+        (s, what) for s in range(2) for what in ("F0", "I0", "W0", "before", "after", "waits", "step")
+    ]
+    for stage in range(2):
+        rows = {r.what: r for r in report.rows if r.stage == stage}
+        assert all(rows[a].calls == 4 and rows[a].predicted_us > 0 < rows[a].measured_us for a in ("F0", "I0", "W0"))
+        inside = sum(us.measured_us for what, us in rows.items() if what != "step")
+        assert inside <= rows["step"].measured_us * 1.01  # of two steps the median is the mean
+        priced = sum(us.predicted_us for what, us in rows.items() if what != "step")
+        assert priced == pytest.approx(rows["step"].predicted_us)
+        assert rows["waits"].measured_us > 0
+    assert "stage 1 W0" in text and "measured/predicted" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from autopar.ir.staged import (
 from autopar.runtime.comm import Communicator, View
 from autopar.runtime.loaded import Executable
 from autopar.runtime.spread_numbers import is_of_a_stage
+from autopar.runtime.stage_times import AFTER, BEFORE, StageClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class Step:
     Args:
         given: the arguments of the call by path; parameters and buffers: local tensors by name.
         tangents: of the model's differentiable outputs by target; None: forward only.
+        clock: of a step that is measured.
     """
 
     pipeline: Pipeline
@@ -123,6 +126,7 @@ class Step:
     buffers: Mapping[str, Tensor]
     constants: Mapping[str, Tensor]
     tangents: Mapping[str, Tensor] | None
+    clock: StageClock | None = None
     held: dict[int, list[Tensor]] = field(default_factory=dict)
     joined: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     local: dict[tuple[int, str, int], Tensor] = field(default_factory=dict)
@@ -137,20 +141,31 @@ class Step:
         """Everything in order."""
         pipeline = self.pipeline
         self.collected = [[] for _ in pipeline.program.collected]
-        for part in pipeline.parts:
-            self._join(part)
-            self.held[part.index] = self._weights(part)
+        with self._timed(BEFORE):
+            for part in pipeline.parts:
+                self._join(part)
+                self.held[part.index] = self._weights(part)
         for action in pipeline.order:
-            if action.kind is ActionKind.FORWARD:
-                self._forward(action)
-            elif self.tangents is not None and action.kind is ActionKind.BACKWARD_WEIGHT:
-                self._weights_half(action)
-            elif self.tangents is not None:
-                self._backward(action)
-        gradients = self._gradients() if self.tangents is not None else {}
-        outputs = self._outputs() if pipeline.last is not None else None
-        pipeline.everyone.sent()
+            if action.kind is ActionKind.FORWARD or self.tangents is not None:
+                with self._timed(f"{action.kind.value}{action.chunk}"):
+                    self._act(action)
+        with self._timed(AFTER):
+            gradients = self._gradients() if self.tangents is not None else {}
+            outputs = self._outputs() if pipeline.last is not None else None
+            pipeline.everyone.sent()
         return Result(outputs=outputs, gradients=gradients, updates=self.updates)
+
+    def _act(self, action: Action) -> None:
+        match action.kind:
+            case ActionKind.FORWARD:
+                self._forward(action)
+            case ActionKind.BACKWARD_WEIGHT:
+                self._weights_half(action)
+            case _:
+                self._backward(action)
+
+    def _timed(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.clock is None else self.clock.part(name)
 
     # Before and after the micro-batches -------------------------------------------------------------------------------
 
@@ -252,9 +267,7 @@ class Step:
         for home in homes:
             for p in parts:
                 if pipeline.home(p) == home:
-                    rows[p] = pipeline.everyone.receive_from(
-                        tuple(like.shape), like.dtype, pipeline.neighbour(home), base + p
-                    )
+                    rows[p] = self._receive(tuple(like.shape), like.dtype, pipeline.neighbour(home), base + p)
         total = rows[parts[0]]
         for p in parts[1:]:
             total = total + rows[p]
@@ -373,7 +386,11 @@ class Step:
         if 0 in shape:  # of a micro-batch without a row of this rank's: not sent
             return torch.empty(shape, dtype=dtype, device=pipeline.rt.device)
         source = pipeline.neighbour(pipeline.home(passed.source))
-        return pipeline.everyone.receive_from(shape, dtype, source, self._tag(passed, micro_batch))
+        return self._receive(shape, dtype, source, self._tag(passed, micro_batch))
+
+    def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> Tensor:
+        with nullcontext() if self.clock is None else self.clock.waiting():
+            return self.pipeline.everyone.receive_from(shape, dtype, source, tag)
 
     def _inputs(self, executable: Executable, part: Part, micro_batch: int) -> list[Tensor]:
         found = []

@@ -9,17 +9,21 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError, PlanError, UserError
+from autopar.ir.account import StagesReport
 from autopar.ir.graph import CapturedGraph, OutputKind, TensorMeta
 from autopar.ir.layout import Kind, Layout, parse_layout
 from autopar.ir.plan import STAGE, Plan
 from autopar.ir.staged import StagedProgram, StagedSource
+from autopar.ir.timeline import Timeline
 from autopar.runtime.calls import (
     Planned,
     Request,
@@ -36,6 +40,7 @@ from autopar.runtime.comm import Communicator
 from autopar.runtime.compiled import CompiledModule
 from autopar.runtime.parameters import Weights, storage_layouts, unwrap, wrap
 from autopar.runtime.pipeline import Pipeline, Result, Step
+from autopar.runtime.stage_times import NOTHING, StageClock, StageMeasuring
 
 Compiled = tuple[CapturedGraph, Plan, StagedProgram, StagedSource]
 
@@ -61,6 +66,7 @@ class _State:
     pipeline: Pipeline
     rt: Communicator
     recompile: Callable[[Request], Compiled] | None
+    predicts: Callable[[], Timeline] | None
     stored: Mapping[str, Layout]
     trains: Mapping[str, bool]
     weights: Weights = field(init=False)
@@ -69,6 +75,7 @@ class _State:
     replans: int = 0
     seed: int = 0
     step: int = 0
+    measuring: StageMeasuring | None = None
 
     def root(self, module: nn.Module) -> None:
         """The module is this one now."""
@@ -168,6 +175,7 @@ class StagedModule(CompiledModule):
         everyone: the communicator of all ranks, on the mesh `ir.plan.all_ranks`.
         recompile: called when the module is called otherwise than captured (mode, shapes, plain values); gives what to
             run there, with parameters stored alike on the same stages. Without it such a call is an InputError.
+        predicts: gives the predicted step, for a report.
         seed: of the random ops, the same on every rank.
     """
 
@@ -175,7 +183,8 @@ class StagedModule(CompiledModule):
 
     def __init__(
         self, compiled: Compiled, model: nn.Module, everyone: Communicator, *,
-        recompile: Callable[[Request], Compiled] | None = None, seed: int = 0,
+        recompile: Callable[[Request], Compiled] | None = None, predicts: Callable[[], Timeline] | None = None,
+        seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         captured, plan, program, source = compiled
@@ -186,7 +195,8 @@ class StagedModule(CompiledModule):
         dtypes = {n: p.meta.dtype for p in captured.parameters for n in (p.name, *p.aliases)}
         dtypes |= {n: b.meta.dtype for b in captured.buffers for n in (b.name, *b.aliases)}
         self._autopar = state = _State(
-            captured=captured, plan=plan, source=source, pipeline=pipeline, rt=rt, recompile=recompile, stored=stored,
+            captured=captured, plan=plan, source=source, pipeline=pipeline, rt=rt, recompile=recompile,
+            predicts=predicts, stored=stored,
             trains={p.name: p.requires_grad for p in captured.parameters}, seed=seed,
         )  # fmt: skip
         first = _firsts(model)
@@ -238,6 +248,34 @@ class StagedModule(CompiledModule):
         loss = outputs[_loss(program.captured)]
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def measure(self, steps: int = 3) -> None:
+        """Measure coming steps, after one to warm up: train `steps` + 1 of them, then ask for the `report`."""
+        self._autopar.measuring = StageMeasuring(steps)
+
+    def report(self, path: str | Path | None = None) -> StagesReport:
+        """Predicted against measured time of the actions of every stage; rank 0 prints it. Collective.
+
+        A step is the module's call, all of the schedule; the optimizer is no part of it.
+
+        Args:
+            path: where to write it as JSON too (by rank 0).
+
+        Raises:
+            UserError: no step was measured, or the module was not made by compile().
+        """
+        state = self._autopar
+        if state.measuring is None:
+            raise UserError(NOTHING)
+        if state.predicts is None:
+            raise UserError("report: what was predicted is known to modules of compile() only")
+        everyone = state.pipeline.everyone
+        found = state.measuring.report(state.plan, state.predicts(), everyone)
+        if everyone.rank == 0:
+            print(found)
+            if path is not None:
+                found.save(path)
+        return found
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -360,7 +398,8 @@ class _Run(torch.autograd.Function):
         pipeline.begin(state.seed, state.step)
         state.step += pipeline.program.draws
         tangents = _tangents(captured, loss, state.rt.device) if records else None
-        result = Step(pipeline, given, parameters, buffers, program.constants, tangents).run()
+        with _measured(state, program, records) as clock:
+            result = Step(pipeline, given, parameters, buffers, program.constants, tangents, clock).run()
         for name, value in result.updates.items():
             state.weights.buffers[first[name]].copy_(value)
         outputs = _outward(program, result, _metas(captured))
@@ -387,6 +426,13 @@ class _Run(torch.autograd.Function):
             whole = gradient if float(factor) == 1.0 else gradient * factor.to(gradient.dtype)
             wrapped.append(wrap(whole.contiguous(), tuple(parameter.shape), state.weights.layouts[name], state.rt))
         return (None, None, None, None, *wrapped)
+
+
+def _measured(state: _State, program: _Program, records: bool) -> AbstractContextManager[StageClock | None]:
+    """The clock of a step that is measured: of a call as the plan is for."""
+    if state.measuring is None or not records or program.pipeline is not state.pipeline:
+        return nullcontext()
+    return state.measuring.step(state.rt.device)
 
 
 def _tangents(captured: CapturedGraph, loss: int, device: torch.device) -> dict[str, Tensor]:
