@@ -67,6 +67,9 @@ def test_the_search_takes_the_schedules_that_are_asked_for():
         steps[names] = plan.predicted.step_time_us
     assert steps["zb-h1",] == pytest.approx(steps["1f1b", "zb-h1"], rel=1e-4)
     assert steps["zb-h1",] < steps["1f1b",]
+    few = Options(precision="fp64", pins=SMALL, micro_batches=1, schedules=("interleaved",))
+    with pytest.raises(UserError, match="schedule interleaved: no stages"):
+        api.search(model, load_cluster("rtx4090:2"), example_inputs=inputs, options=few)
 
 
 @pytest.mark.parametrize(("forward", "first", "second"), [(100, 100, 100), (100, 150, 50), (90, 120, 60)])

@@ -99,7 +99,8 @@ def trials(task: Task) -> tuple[Trial, ...]:
             raise UserError(f"axis {axis} is not searched with pipeline stages or micro-batches: leave it out")
     check_pins(pins, allowed, task.cluster)
     _check_stages(task, pins, allowed)
-    found = tuple(t for p in _stage_counts(task, pins, allowed) for t in _of_stages(task, p, pins, allowed))
+    every = (t for p in _stage_counts(task, pins, allowed) for t in _of_stages(task, p, pins, allowed))
+    found = tuple(t for t in every if chunks_of(task, t))
     if not found:
         raise UserError(_no_trial(task))
     check_axes((t.mesh for t in found), task.options, task.cluster)
@@ -129,6 +130,7 @@ def _no_trial(task: Task) -> str:
     asked = [f"{k}={v}" for k, v in options.pins.items()]
     asked += [f"{name} in {list(sizes)}" for name, sizes in options.search_space.items()]
     asked += [f"{options.micro_batches} micro-batches"] if options.micro_batches else []
+    asked += [f"schedule {' or '.join(options.schedules)}"] if options.schedules else []
     blocks = sum(count for _, count in block_runs(task.captured))
     return (
         f"{', '.join(asked) or 'no limits'}: no stages × data × tensor on {task.cluster.devices} devices of "
@@ -213,13 +215,13 @@ def _micro_batch_rows(options: Options, rows: int, *, whole: bool) -> Iterator[i
 def chunks_of(task: Task, trial: Trial) -> tuple[int, ...]:
     """Parts of the model that its stages may hold: of equally many blocks, and with as many micro-batches as stages.
 
-    One where it is pinned what each holds, and where the schedule is not interleaved.
+    One where it is pinned what each holds, and where the schedule is not interleaved; none where it must be and can't.
     """
     asked = task.options.schedules
-    if trial.schedule or (asked and "interleaved" not in asked):
+    if trial.schedule or trial.load.stages == 1 or (asked and "interleaved" not in asked):
         return (1,)
     most = _most_chunks(task, trial)
-    return tuple(v for v in most if v > 1) or most if asked and "1f1b" not in asked else most
+    return tuple(v for v in most if v > 1) if asked and "1f1b" not in asked else most
 
 
 def _most_chunks(task: Task, trial: Trial) -> tuple[int, ...]:
