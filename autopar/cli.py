@@ -74,11 +74,11 @@ class Wishes:
     )
     space: Annotated[
         list[str] | None,
-        Parameter(help="Degrees to try: data=1,2,4, tensor=1,2, context=1 or pipeline=1,2. May repeat."),
+        Parameter(
+            help="Degrees to try: data=1,2,4, tensor=1,2, context=1 or pipeline=1,2; or schedule=zb-h1. May repeat."
+        ),
     ] = None
-    stages: Annotated[
-        bool, Parameter(help="Search pipeline stages and micro-batches too. Such plans are priced, not run yet.")
-    ] = False
+    stages: Annotated[bool, Parameter(help="Search pipeline stages and micro-batches too.")] = False
     micro_batches: Annotated[int | None, Parameter(help="Of a step, on every rank; implies --stages.")] = None
     memory_limit: Annotated[str | None, Parameter(help="Bytes per device, such as 40GiB; default: the device's.")] = (
         None
@@ -102,6 +102,7 @@ class Wishes:
             "allow": arguments.parse_forbidden(self.forbid or ()),
             "memory_limit": arguments.parse_bytes("--memory-limit", self.memory_limit),
             "pins": arguments.parse_pins(self.pin or ()), "search_space": arguments.parse_space(self.space or ()),
+            "schedules": arguments.parse_schedules(self.space or ()),
             "stages": self.stages, "micro_batches": self.micro_batches, "gap": self.gap,
             "time_limit_s": self.time_limit, "strict": self.strict,
             "dump_dir": str(self.dump_dir) if self.dump_dir else None,

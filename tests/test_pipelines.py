@@ -436,12 +436,13 @@ def test_an_even_split_is_cheaper_with_chunks():
     """Interleaving makes the bubble shorter: the same columns in more chunks take no longer where all fits."""
     task = task_of(2, pins={"pp": 2, "tp": 1, "dp": 1}, micro_batches=4)
     trial = trials(task)[0]
-    parted = problem_of(task, trial).parted
+    own = problem_of(task, trial)
+    parted = own.parted
     choice = PartsModel(parted).choice_at({(p, a): 1.0 for p in range(3) for a in (Amount.FORWARD, Amount.BACKWARD)})
     assert choice is not None and chunks_of(task, trial) == (1, 3)
     steps = []
     for chunks in (1, 3):
-        problem = frame_of(task, trial).problem(parted, parted.runs_of([choice]), chunks)
+        problem = frame_of(task, trial, own).problem(parted, parted.runs_of([choice]), chunks)
         assert chunks == 1 or even_split(problem) is not None
         answer = solve_stages(problem)
         assert answer is not None

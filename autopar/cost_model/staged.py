@@ -22,6 +22,7 @@ from autopar.ir.options import TOKEN_AXES, Options
 from autopar.ir.parts import Amount, Choice, PartedProblem, Sums, WholeSolution
 from autopar.ir.places import place_nodes
 from autopar.ir.plan import (
+    ACCUMULATE,
     Plan,
     PlanParameter,
     PlanPrediction,
@@ -160,8 +161,10 @@ def _in_their_ways(
 
 
 def _schedule(problem: StageProblem) -> str:
+    if problem.schedule:
+        return problem.schedule
     if len(problem.stages) == 1:
-        return "accumulate" if problem.micro_batches > 1 else "none"
+        return ACCUMULATE if problem.micro_batches > 1 else "none"
     return "interleaved" if problem.chunks > 1 else "1f1b"
 
 

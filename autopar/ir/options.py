@@ -16,6 +16,8 @@ DEGREE_NAMES = {"data": "dp", "context": "cp", "expert": "ep", "tensor": "tp", "
 OFFLOAD = "offload"
 STAGES = "stages"
 """A pin of what every pipeline stage holds."""
+SCHEDULES = ("1f1b", "interleaved", "zb-h1")
+"""Of pipeline stages, those that are searched."""
 RECOMPUTE = "recompute"
 """In `Options.allow`: forward tensors may be made again in the backward instead of waiting for it."""
 
@@ -39,9 +41,11 @@ class Options:
         optimizer_bytes_per_parameter: state that the optimizer keeps (AdamW in fp32: 8).
         allow: "recompute": forward tensors may be made again in the backward instead of kept, where memory binds; ()
             forbids that and keeps all.
-        stages: search pipeline stages and micro-batches too. So do a pin of `pp`, degrees of "pipeline" above 1, and
-            `micro_batches`.
+        stages: search pipeline stages and micro-batches too. So do a pin of `pp`, degrees of "pipeline" above 1,
+            `schedules` and `micro_batches`.
         micro_batches: of a step, on every rank; None lets the search choose where it searches stages.
+        schedules: of pipeline stages, those that may be; () for "1f1b" and "interleaved". The other one is "zb-h1",
+            whose backwards are in halves (docs/pipelines.md).
         seed: of the compiled module's random ops, the same on every rank; torch.manual_seed doesn't reach them
             (docs/randomness.md).
         differentiable: "losses" (scalar outputs if there are any, else all) or "all".
@@ -61,6 +65,7 @@ class Options:
     search_space: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     stages: bool = False
     micro_batches: int | None = None
+    schedules: tuple[str, ...] = ()
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     optimizer_bytes_per_parameter: int = 8
     differentiable: Literal["losses", "all"] = "losses"
@@ -87,6 +92,8 @@ class Options:
             raise ValueError(f"gap {self.gap}: wanted a part of the step time, 0 or more and below 1")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed {self.seed!r}: wanted a whole number of 64 bits")
+        if set(self.schedules) - set(SCHEDULES):
+            raise ValueError(f"schedules {sorted(self.schedules)}: wanted names among {', '.join(SCHEDULES)}")
         unknown = set(self.search_space) - set(DEGREE_NAMES)
         if unknown:
             raise ValueError(f"search_space {sorted(unknown)}: wanted names among {sorted(DEGREE_NAMES)}")
@@ -97,6 +104,7 @@ class Options:
         wide = any(n > 1 for n in self.search_space.get("pipeline", ()))
         return (
             self.stages
+            or bool(self.schedules)
             or STAGES in self.pins
             or wide
             or (self.micro_batches or 1) > 1

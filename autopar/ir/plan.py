@@ -239,9 +239,13 @@ STAGE = "pp"
 """The axis of pipeline stages in the mesh of all ranks."""
 
 
+ACCUMULATE = "accumulate"
+"""The schedule of micro-batches on one stage; of a plan that was made for other inputs, there may be one."""
+
+
 def is_staged(plan: Plan) -> bool:
     """True of a plan with pipeline stages or micro-batches."""
-    return plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1
+    return plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1 or plan.schedule.name == ACCUMULATE
 
 
 def all_ranks(plan: Plan) -> Mesh:
