@@ -8,7 +8,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from autopar.ir import plan as records
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.mesh import Mesh
-from autopar.ir.options import Options
+from autopar.ir.options import HALF, Options
 from autopar.ir.plan import decode_plan, mesh_of
 from autopar.ir.profile import refuse_foreign
 from autopar.ir.program import Source
@@ -59,6 +59,7 @@ from autopar.runtime.watch import Seen, Watcher, aligned, edited, missing, watch
 from autopar.verification import DRAWN_ALIKE, TOLERANCE, Trained, VerifyReport, compare, objective, reference, train
 from autopar.verification.bisect import Bisection
 from autopar.verification.bisect import bisect as bisect_values
+from autopar.verification.narrowed import narrowed
 
 _log = logging.getLogger("autopar")
 
@@ -675,7 +676,7 @@ def verify(
         _check_model(captured, plan)
         made = staging.staged(captured, plan)
         found = staging.train_staged(made, model, lambda m: _called(m, example_inputs), steps, timeout_s=600.0)
-        return _report(*_expected(captured, plan, model, example_inputs, steps), found, plan)
+        return _report(_expected(captured, plan, model, example_inputs, steps), found, plan)
     source = emit_captured(captured, plan)
     if code is not None:
         source = edited(source, code)
@@ -703,11 +704,12 @@ def verify_source(
         return train(
             module, lambda m: _called(m, example_inputs),
             lambda name, piece: rt.convert(piece, layouts[name], whole, shapes[name]), steps, module.full_state_dict,
+            plan.precision,
         )  # fmt: skip
 
     found = run_threads(mesh_of(plan), rank, timeout_s=timeout_s)
-    drawing, expected = _expected(captured, plan, model, example_inputs, steps)
-    report = _report(drawing, expected, found, plan)
+    expected = _expected(captured, plan, model, example_inputs, steps)
+    report = _report(expected, found, plan)
     if not bisect:
         return report
     bisection = bisect_source(captured, plan, source, model, example_inputs, timeout_s=timeout_s)
@@ -715,25 +717,47 @@ def verify_source(
         elsewhere = (
             f"{report.first_difference.name} differs all the same: look at what goes into and out of the program"
         )
-        if not drawing and _captured_differs(captured, model, example_inputs, expected):
+        if not expected.drawing and _captured_differs(captured, model, example_inputs, expected.trained):
             elsewhere = "the captured graph does not compute what the model computes: that is a bug in the capture"
         bisection = replace(bisection, elsewhere=elsewhere)
     return replace(report, bisection=bisection)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expected:
+    """What one device's steps leave.
+
+    Attributes:
+        drawing: the model draws random numbers, so one device ran its captured graph.
+        exact: of a plan in half precision, what the same steps leave in the precision of what is stored.
+    """
+
+    trained: Trained
+    drawing: bool = False
+    exact: Trained | None = None
+
+
 def _expected(
     captured: CapturedGraph, plan: records.Plan, model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...], steps: int,
-) -> tuple[bool, Trained]:  # fmt: skip
-    """(whether the model draws random numbers, what one device's steps leave)."""
-    drawing = any(is_random(n.op) for g in captured.graphs for n in g.nodes)
-    one = _on_one_device(captured, plan, model) if drawing else model
-    return drawing, reference(one, lambda m: _called(m, example_inputs), steps)
+) -> _Expected:  # fmt: skip
+    def call(module: Callable[..., Any]) -> Any:
+        return _called(module, example_inputs)
+
+    if any(is_random(n.op) for g in captured.graphs for n in g.nodes):
+        one = _on_one_device(captured, plan, model)
+        return _Expected(trained=reference(one, call, steps, plan.precision), drawing=True)
+    plain = reference(model, call, steps)
+    if plan.precision not in HALF:
+        return _Expected(trained=plain)
+    half = reference(model, lambda m: call(narrowed(m, plan.precision)), steps, plan.precision)
+    return _Expected(trained=half, exact=plain)
 
 
-def _report(drawing: bool, expected: Trained, found: list[Trained], plan: records.Plan) -> VerifyReport:
-    report = compare(expected, found, {name: p.layout for name, p in plan.parameters.items()})
-    return replace(report, note=DRAWN_ALIKE if drawing else "")
+def _report(expected: _Expected, found: list[Trained], plan: records.Plan) -> VerifyReport:
+    layouts = {name: p.layout for name, p in plan.parameters.items()}
+    report = compare(expected.trained, found, layouts, plan.precision, expected.exact)
+    return replace(report, note=DRAWN_ALIKE if expected.drawing else "")
 
 
 def _on_one_device(captured: CapturedGraph, plan: records.Plan, model: nn.Module) -> ParallelModule:
@@ -812,6 +836,6 @@ def _captured_differs(
     return not compare(expected, [mine], {}).ok
 
 
-def _called(module: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Any:
+def _called(module: Callable[..., Any], inputs: Mapping[str, Any] | tuple[Any, ...]) -> Any:
     args, kwargs = _call(inputs)
     return module(*args, **kwargs)

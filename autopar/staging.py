@@ -83,7 +83,7 @@ def train_staged(
         def whole(name: str, piece: Tensor) -> Tensor:
             return rt.convert(piece, layouts[name], replicated(rt.mesh), shapes[name])
 
-        return train(module, call, whole, steps, module.full_state_dict)
+        return train(module, call, whole, steps, module.full_state_dict, made.plan.precision)
 
     return _completed(run_threads(all_ranks(made.plan), rank, timeout_s=timeout_s))
 
