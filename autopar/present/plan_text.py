@@ -141,12 +141,12 @@ def head_rows(plan: Plan, limit: int | None) -> Iterator[tuple[str, str]]:
 
 
 def dtype_words(plan: Plan) -> str:
-    """ "ops in bfloat16; stored and updated in float32; gradients summed over ranks in float32"."""
+    """ "bfloat16 ops; float32 parameters and updates; gradients summed in float32"."""
     stored = list(dict.fromkeys(p.dtype for p in plan.parameters.values() if p.dtype))
     summed = list(dict.fromkeys(c.dtype for c in plan.conversions if c.dtype and is_gradient_sum(c)))
-    words = [f"ops in {COMPUTE_DTYPE[plan.precision]}"]
-    words += [f"parameters stored and updated in {' and '.join(stored)}"] if stored else []
-    words += [f"their gradients summed over ranks in {' and '.join(summed)}"] if summed else []
+    words = [f"{COMPUTE_DTYPE[plan.precision]} ops"]
+    words += [f"{' and '.join(stored)} parameters and updates"] if stored else []
+    words += [f"gradients summed in {' and '.join(summed)}"] if summed else []
     return "; ".join(words)
 
 
