@@ -2,6 +2,9 @@
 
 The forward runs the whole schedule, backwards too, and the backward of the loss hands over the gradients that these
 made. So the loss alone can be gone back through, and no gradient can come from outside but a factor.
+
+In float16 that factor, the scale of losses, must be there when the backwards run. They begin with the one that came last;
+where another one comes the step runs again with it, which is once each time a scale changes.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ class _Program:
 @dataclass
 class _State:
     """See `CompiledModule`. `captured`, `plan`, `source` and `pipeline` are what the module was compiled with, and
-    `programs` all that there are, the one called last at the end."""
+    `programs` all that there are, the one called last at the end. `scale`: what backwards begin with."""
 
     captured: CapturedGraph
     plan: Plan
@@ -76,6 +79,8 @@ class _State:
     seed: int = 0
     step: int = 0
     measuring: StageMeasuring | None = None
+    scale: float = 1.0
+    scaler: torch.amp.GradScaler | None = None
 
     def root(self, module: nn.Module) -> None:
         """The module is this one now."""
@@ -246,7 +251,8 @@ class StagedModule(CompiledModule):
         """Forward and backward of a whole batch: gradients are added to `.grad`. Gives the loss, on every rank."""
         program, outputs = self._run(args, kwargs, True)
         loss = outputs[_loss(program.captured)]
-        loss.backward()  # type: ignore[no-untyped-call]
+        scaler = self._autopar.scaler
+        (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def measure(self, steps: int = 3) -> None:
@@ -276,6 +282,10 @@ class StagedModule(CompiledModule):
             if path is not None:
                 found.save(path)
         return found
+
+    def scale_steps_by(self, scaler: torch.amp.GradScaler | None) -> None:
+        """From now on `step` scales its loss by this scaler's scale, as `scaler.scale(loss).backward()` does."""
+        self._autopar.scaler = scaler
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -389,22 +399,24 @@ class _Run(torch.autograd.Function):
     def forward(
         ctx: Any, state: _State, program: _Program, given: dict[str, Tensor], records: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        captured, pipeline, first = program.captured, program.pipeline, state.weights.first
+        captured, first = program.captured, state.weights.first
         names = list(state.weights.parameters)
         loss = _loss(captured) if records else -1
         local = {n: unwrap(t.detach()) for n, t in zip(names, tensors, strict=True)}
-        parameters = {p.name: local[first[p.name]] for p in captured.parameters if first[p.name] in local}
-        buffers = {b.name: state.weights.buffers[first[b.name]] for b in captured.buffers}
-        pipeline.begin(state.seed, state.step)
-        state.step += pipeline.program.draws
-        tangents = _tangents(captured, loss, state.rt.device) if records else None
+        call = _Call(
+            program, given, {p.name: local[first[p.name]] for p in captured.parameters if first[p.name] in local},
+            {b.name: state.weights.buffers[first[b.name]] for b in captured.buffers}, loss, (state.seed, state.step),
+        )  # fmt: skip
+        state.step += program.pipeline.program.draws
         with _measured(state, program, records) as clock:
-            result = Step(pipeline, given, parameters, buffers, program.constants, tangents, clock).run()
+            result = call.run(state.scale, clock)
         for name, value in result.updates.items():
-            state.weights.buffers[first[name]].copy_(value)
+            buffer = state.weights.buffers[first[name]]
+            call.buffers[name] = buffer.clone()
+            buffer.copy_(value)
         outputs = _outward(program, result, _metas(captured))
         if records:
-            ctx.held = (state, names, {first[n]: g for n, g in result.gradients.items()})
+            ctx.held = (state, names, call, state.scale, result.gradients)
             ctx.loss = loss
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for p, o in enumerate(outputs) if p != loss))
@@ -414,16 +426,20 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         if ctx.held is None:
             raise InputError("backward a second time through the same call: its gradients are handed over. Call again")
-        state, names, found = ctx.held
+        state, names, call, scale, made = ctx.held
         ctx.held = None
         factor = gradients[ctx.loss]
+        if factor is not None and state.plan.precision == "fp16" and float(factor) != scale and factor.isfinite():
+            scale = state.scale = float(factor)
+            made = call.run(scale).gradients
+        found = {state.weights.first[n]: g for n, g in made.items()}
         wrapped: list[Tensor | None] = []
         for name in names:
             gradient, parameter = found.pop(name, None), state.weights.parameters[name]
             if gradient is None or factor is None or not parameter.requires_grad:
                 wrapped.append(None)
                 continue
-            whole = gradient if float(factor) == 1.0 else gradient * factor.to(gradient.dtype)
+            whole = gradient if float(factor) == scale else gradient * (factor.to(gradient.dtype) / scale)
             wrapped.append(wrap(whole.contiguous(), tuple(parameter.shape), state.weights.layouts[name], state.rt))
         return (None, None, None, None, *wrapped)
 
@@ -435,15 +451,34 @@ def _measured(state: _State, program: _Program, records: bool) -> AbstractContex
     return state.measuring.step(state.rt.device)
 
 
-def _tangents(captured: CapturedGraph, loss: int, device: torch.device) -> dict[str, Tensor]:
-    """1 for the loss, 0 for other outputs, by target."""
+@dataclass
+class _Call:
+    """One call, which can run again with the same numbers. `drawn`: where its random numbers begin."""
+
+    program: _Program
+    given: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    buffers: dict[str, Tensor]
+    loss: int
+    drawn: tuple[int, int]
+
+    def run(self, scale: float, clock: StageClock | None = None) -> Result:
+        """Forwards, and backwards that begin with `scale`, unless there is no loss."""
+        pipeline, captured = self.program.pipeline, self.program.captured
+        pipeline.begin(*self.drawn)
+        tangents = _tangents(captured, self.loss, scale, pipeline.rt.device) if self.loss >= 0 else None
+        return Step(pipeline, self.given, self.parameters, self.buffers, self.program.constants, tangents, clock).run()
+
+
+def _tangents(captured: CapturedGraph, loss: int, scale: float, device: torch.device) -> dict[str, Tensor]:
+    """`scale` for the loss, 0 for other outputs, by target."""
     found = {}
     metas = _metas(captured)
     outs = [o for o in captured.top.outputs if o.kind is OutputKind.OUTPUT]
     for position, (out, meta) in enumerate(zip(outs, metas, strict=True)):
         if captured.signature.differentiable[position]:
-            make = torch.ones if position == loss else torch.zeros
-            found[out.target] = make(meta.shape, dtype=getattr(torch, meta.dtype), device=device)
+            value = scale if position == loss else 0.0
+            found[out.target] = torch.full(meta.shape, value, dtype=getattr(torch, meta.dtype), device=device)
     return found
 
 
