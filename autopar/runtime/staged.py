@@ -3,8 +3,8 @@
 The forward runs the whole schedule, backwards too, and the backward of the loss hands over the gradients that these
 made. So the loss alone can be gone back through, and no gradient can come from outside but a factor.
 
-In float16 that factor, the scale of losses, must be there when the backwards run. They begin with the one that came last;
-where another one comes the step runs again with it, which is once each time a scale changes.
+In float16 that factor, the scale of losses, must be there when the backwards run. They begin with the one that came
+last; where another one comes the step runs again with it, which is once each time a scale changes.
 """
 
 from __future__ import annotations
