@@ -47,8 +47,8 @@ def trace_graphs(
 
     `experts`: they may be cut as well, and the rows of tokens sent to them.
     """
-    walker = _Walker(captured, rules_of, weights, experts)
     size = followed_size(captured.top, dim)
+    walker = _Walker(captured, rules_of, weights, experts, _telling(captured.top, size) if dim == 0 else None)
     for given in captured.top.inputs:
         meta = given.value.meta
         follows = given.kind is InputKind.INPUT and size is not None and _follows(meta, dim) and meta.shape[dim] == size
@@ -63,6 +63,13 @@ def followed_size(top: Graph, dim: int) -> int | None:
     return shapes[0].shape[dim] if shapes else None
 
 
+def _telling(top: Graph, size: int | None) -> int | None:
+    """The size, if no other dim of the inputs has it too: what is made of so many entries then counts along that dim."""
+    sizes = [n for i in top.inputs if i.kind is InputKind.INPUT for n in set(i.value.meta.shape)]
+    others = [n for i in top.inputs if i.kind is InputKind.INPUT for n in i.value.meta.shape]
+    return size if size is not None and sizes.count(size) == others.count(size) else None
+
+
 def _follows(meta: TensorMeta, dim: int) -> bool:
     return len(meta.shape) >= 1 if dim == 0 else 2 <= len(meta.shape) <= 3
 
@@ -71,9 +78,15 @@ class _Walker:
     """Carries placements forward; blocks are walked when first called, with what their arguments have."""
 
     def __init__(
-        self, captured: CapturedGraph, rules_of: RulesOf, weights: Mapping[str, Weights], experts: bool
+        self,
+        captured: CapturedGraph,
+        rules_of: RulesOf,
+        weights: Mapping[str, Weights],
+        experts: bool,
+        rows: int | None,
     ) -> None:
         self.captured = captured
+        self.rows = rows
         self.experts = experts
         self.rules_of = rules_of
         self.weights = weights
@@ -196,8 +209,13 @@ class _Walker:
         return whole, True
 
     def _made_here(self, node: Node, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        """No argument has a batch: whole; or, where a float result has the shape of a batch value, made in pieces."""
+        """No argument has a batch: whole; or made in pieces, where a float result has the shape of a batch value, or
+        what is made of nothing has as many rows as the batch (a mask's rows: else every rank makes all of them)."""
         out = node.first
+        if out is not None and not node.refs and self.rows is not None and out.meta.shape[:1] == (self.rows,):
+            made = tuple(r for r in rules if r.outputs == (S(0),) and not r.tag)
+            if made:
+                return made
         if out is not None and "float" in out.meta.dtype and out.meta.shape in self.hints:
             cut = S(self.hints[out.meta.shape])
             made = tuple(r for r in rules if r.outputs[0] == cut and all(p == R for p in r.inputs) and not r.tag)

@@ -98,6 +98,27 @@ def test_batch_stays_cut_on_dp_and_is_never_cut_on_tp() -> None:
                     assert str(strategy.inputs[0].on("tp")) != str(strategy.inputs[0].on("dp"))
 
 
+class Masked(torch.nn.Module):
+    """A mask of all rows, made of counts alone, as libraries make it for rows that hold several documents."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, steps] -> []."""
+        rows, steps = (torch.arange(n) for n in x.shape)
+        of = torch.zeros(x.shape)[rows[:, None], steps]
+        return torch.where(of < 1, x, 0.0).sum()
+
+
+def test_rows_of_a_mask_are_made_where_the_batch_is() -> None:
+    """Else every rank makes the mask of the whole batch. With as many steps as rows nothing tells which is which."""
+    for shape, wanted in (((6, 4), "S(0)"), ((6, 6), "R")):
+        made = capture(Masked(), (torch.ones(shape, requires_grad=True),), {}, options=Options(), model_name="masked")
+        found = build_table(made, mesh(dp=2), Options())
+        arange = next(n for n in made.top.nodes if n.op == "aten.arange.default")
+        assert {str(s.outputs[0].on("dp")) for s in found.nodes[made.top.name][arange.name]} == {wanted}
+        compared = next(n for n in made.top.nodes if n.op.startswith("aten.lt"))
+        assert {str(s.outputs[0].on("dp")) for s in found.nodes[made.top.name][compared.name]} == {wanted}
+
+
 def test_the_sequence_stays_cut_on_cp_through_matrices() -> None:
     """A view to [batch · sequence, features] before each of them would end it."""
     strategies = table("llama", dp=2, cp=2).nodes
