@@ -6,6 +6,7 @@ plan by turns; `-m slow` takes all at every number of ranks.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from functools import lru_cache
@@ -84,3 +85,19 @@ def test_a_wrong_program_is_seen(line, instead):
 @pytest.mark.parametrize("name", NAMES)
 def test_same_numbers_everywhere(name, kind, ranks, precision):
     check(name, kind, ranks, precision)
+
+
+@pytest.mark.parametrize(("pins", "micro_batches"), [({"dp": 3}, None), ({"dp": 2, "pp": 2}, 3)])
+def test_masks_made_of_counts_are_cut_with_rows(pins, micro_batches):
+    """The mask that llama makes of positions alone."""
+    model, batch, graph = captured("llama", "fp64")
+    ranks = math.prod(pins.values())
+    options, cluster = (
+        Options(pins=pins, precision="fp64", micro_batches=micro_batches),
+        load_cluster(f"rtx3090:{ranks}"),
+    )
+    plan = api.plan_captured(graph, cluster, options=options)
+    rows = [s for some in plan.strategies.values() for k, s in some.items() if "/aten.where.self/" in k]
+    assert rows and all("dp:R" not in s.outputs[0] for s in rows)
+    report = api.verify(model, batch, plan=plan, captured=graph)
+    assert report.ok, str(report)

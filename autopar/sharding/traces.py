@@ -48,7 +48,7 @@ def trace_graphs(
     `experts`: they may be cut as well, and the rows of tokens sent to them.
     """
     size = followed_size(captured.top, dim)
-    walker = _Walker(captured, rules_of, weights, experts, _telling(captured.top, size) if dim == 0 else None)
+    walker = _Walker(captured, rules_of, weights, experts, _rows_made(captured, size if dim == 0 else None))
     for given in captured.top.inputs:
         meta = given.value.meta
         follows = given.kind is InputKind.INPUT and size is not None and _follows(meta, dim) and meta.shape[dim] == size
@@ -63,11 +63,34 @@ def followed_size(top: Graph, dim: int) -> int | None:
     return shapes[0].shape[dim] if shapes else None
 
 
-def _telling(top: Graph, size: int | None) -> int | None:
-    """The size, if no other dim of the inputs has it too: what is made of so many entries then counts along that dim."""
-    sizes = [n for i in top.inputs if i.kind is InputKind.INPUT for n in set(i.value.meta.shape)]
-    others = [n for i in top.inputs if i.kind is InputKind.INPUT for n in i.value.meta.shape]
-    return size if size is not None and sizes.count(size) == others.count(size) else None
+def _rows_made(captured: CapturedGraph, size: int | None) -> dict[str, frozenset[str]]:
+    """Graph name -> nodes that make, of nothing, one entry or more for each of the batch's `size` rows.
+
+    So it is where no other dim of an input has that size, or where dims are put behind the entries and nothing else is
+    done with them.
+    """
+    if size is None:
+        return {}
+    shapes = [i.value.meta.shape for i in captured.top.inputs if i.kind is InputKind.INPUT]
+    telling = all(size not in shape[1:] for shape in shapes)
+    found = {}
+    for graph in captured.graphs:
+        readers: dict[str, list[Node]] = {}
+        for node in graph.nodes:
+            for name in node.refs:
+                readers.setdefault(name, []).append(node)
+        found[graph.name] = frozenset(
+            node.name
+            for node in graph.nodes
+            if node.block is None and not node.refs
+            and (out := node.first) is not None and out.meta.shape[:1] == (size,)
+            and (telling or all(map(_puts_dims_behind, readers.get(out.name, ()))))
+        )  # fmt: skip
+    return found
+
+
+def _puts_dims_behind(node: Node) -> bool:
+    return node.op == "aten.unsqueeze.default" and isinstance(node.args[1], int) and node.args[1] != 0
 
 
 def _follows(meta: TensorMeta, dim: int) -> bool:
@@ -83,10 +106,10 @@ class _Walker:
         rules_of: RulesOf,
         weights: Mapping[str, Weights],
         experts: bool,
-        rows: int | None,
+        rows_made: Mapping[str, frozenset[str]],
     ) -> None:
         self.captured = captured
-        self.rows = rows
+        self.rows_made = rows_made
         self.experts = experts
         self.rules_of = rules_of
         self.weights = weights
@@ -106,7 +129,7 @@ class _Walker:
             if node.block is not None:
                 self._call(node, trace)
             else:
-                self._step(node, trace, self.weights[graph.name])
+                self._step(node, trace, graph.name)
 
     def _tangents(self, graph: Graph, trace: Trace) -> None:
         """A tangent not given by a caller is R until its output is known; then it is laid out like its output."""
@@ -140,8 +163,8 @@ class _Walker:
                     trace.placement[value.name] = R
                     trace.stored.add(value.name)
 
-    def _step(self, node: Node, trace: Trace, weights: Weights) -> None:
-        rules = self.rules_of(node)
+    def _step(self, node: Node, trace: Trace, graph: str) -> None:
+        weights, rules = self.weights[graph], self.rules_of(node)
         if node.refs and trace.stored.issuperset(node.refs):
             trace.allowed[node.name] = _as_stored(rules)
             made = {value.name for value in node.outputs if value is not None}
@@ -151,7 +174,10 @@ class _Walker:
         states = tuple(trace.placement.get(name, R) for name in node.refs)
         held = tuple(name in weights.parameter for name in node.refs)
         metas = tuple(weights.metas[name] for name in node.refs)
-        fitting, lost = self._fitting(node, rules, states, held, metas)
+        if node.name in self.rows_made.get(graph, ()) and (pieces := _in_pieces(rules)):
+            fitting, lost = pieces, False
+        else:
+            fitting, lost = self._fitting(node, rules, states, held, metas)
         more = self._by_experts(node, rules, trace, states, held) if self.experts else ()
         trace.allowed[node.name] = (*fitting, *more)
         if lost:
@@ -209,19 +235,19 @@ class _Walker:
         return whole, True
 
     def _made_here(self, node: Node, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        """No argument has a batch: whole; or made in pieces, where a float result has the shape of a batch value, or
-        what is made of nothing has as many rows as the batch (a mask's rows: else every rank makes all of them)."""
+        """No argument has a batch: whole; or, where a float result has the shape of a batch value, made in pieces."""
         out = node.first
-        if out is not None and not node.refs and self.rows is not None and out.meta.shape[:1] == (self.rows,):
-            made = tuple(r for r in rules if r.outputs == (S(0),) and not r.tag)
-            if made:
-                return made
         if out is not None and "float" in out.meta.dtype and out.meta.shape in self.hints:
             cut = S(self.hints[out.meta.shape])
             made = tuple(r for r in rules if r.outputs[0] == cut and all(p == R for p in r.inputs) and not r.tag)
             if made:
                 return made
         return tuple(r for r in rules if all(p == R for p in r.inputs) and all(o in (R, None) for o in r.outputs))
+
+
+def _in_pieces(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Rules of what is made of nothing, by rows: a mask of all rows would else be made by every rank."""
+    return tuple(r for r in rules if r.outputs == (S(0),) and not r.tag)
 
 
 def _as_stored(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
