@@ -67,7 +67,7 @@ class GroupCommunicator(Communicator):
             if len(members) == 1:
                 continue
             shared, why = shared_group(default_store(), members, self.rank, limit_s)
-            self.carriers[name] = why if shared is not None else f"gloo ({why})"
+            self.carriers[name] = _carrier(shared, why)
             if shared is not None:
                 self._shared[name] = shared
 
@@ -176,6 +176,19 @@ def ranks_started() -> int:
     if not (text.isascii() and text.isdigit() and int(text) >= 1):
         raise UserError(f"WORLD_SIZE is {text!r}; wanted the number of ranks, as torchrun sets it")
     return int(text)
+
+
+def _carrier(shared: SharedGroup | None, why: str) -> str:
+    return why if shared is not None else f"gloo ({why})"
+
+
+def carrier() -> str:
+    """What CPU tensors go through where all ranks meet, for people. Collective over the default process group."""
+    members = list(range(dist.get_world_size()))
+    shared, why = shared_group(default_store(), members, dist.get_rank(), group_timeout_s())
+    if shared is not None:
+        shared.leave()
+    return _carrier(shared, why)
 
 
 def group_timeout_s() -> float:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from autopar import native
+from autopar.errors import RankError
 from autopar.runtime import shared
 from autopar.runtime.groups import EVERY, communicator
 from autopar.runtime.launch import launch
@@ -131,7 +132,7 @@ def messages(group: SharedGroup) -> None:
         group.receive(torch.empty(2, dtype=torch.int64), before, 0)
     group.sent()
     group.send(torch.zeros(3), after, 1)
-    with pytest.raises(shared.RankError, match=f"rank {before} sent another number of bytes"):
+    with pytest.raises(RankError, match=f"rank {before} sent another number of bytes"):
         group.receive(torch.zeros(4), before, 1)
 
 
@@ -206,10 +207,23 @@ def test_the_communicator_says_what_carries() -> None:
     assert second == {"dp": why, EVERY: why}
 
 
+def one_is_killed() -> None:
+    rt = communicator(mesh(dp=3))
+    rt.barrier()
+    if rt.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rt.barrier()
+
+
+def test_the_first_failure_is_the_one_that_is_told() -> None:
+    with pytest.raises(RankError, match="rank 1 of 3 was killed by SIGKILL"):
+        launch(one_is_killed, 3, timeout_s=60)
+
+
 RANK = """
     import sys, time, torch
     from torch.distributed import TCPStore
-    from autopar.errors import RankError
+    from autopar.errors import LostRankError
     from autopar.runtime.shared import shared_group
     own, port = int(sys.argv[1]), int(sys.argv[2])
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -224,7 +238,7 @@ RANK = """
         for call in (lambda: group.all_reduce(torch.ones(9), torch.ones(9)), group.barrier):
             try:
                 call()
-            except RankError as error:
+            except LostRankError as error:
                 print(error, flush=True)
     print(*[line.split()[-2:] for line in open("/proc/self/maps") if "memfd:autopar" in line][0], flush=True)
 """
@@ -263,7 +277,7 @@ def test_a_killed_and_a_stopped_rank_are_named() -> None:
             start = time.monotonic()
             os.kill(ranks[victim].pid, by)
             for own in (0, 2):
-                wanted = f"rank {victim} {words}; rank {own} waited for it in a collective of 3 ranks"
+                wanted = f"rank {victim} {words}; rank {own} waited for it in a group of 3 ranks"
                 assert [line(ranks[own]), line(ranks[own])] == [wanted, wanted]
             assert time.monotonic() - start < 5
         assert line(ranks[0]) == "/memfd:autopar (deleted)"
