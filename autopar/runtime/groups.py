@@ -1,7 +1,7 @@
 """Ranks as processes: torch.distributed, gloo on CPU and NCCL on GPUs; one process group per mesh axis.
 
 Groups whose ranks are all on one host and compute on its CPU exchange tensors through memory that they share
-(`runtime.shared`), which is faster than gloo at every size. `GroupCommunicator.carriers` says what carries which axis.
+(`runtime.shared`), which is faster than gloo. `GroupCommunicator.carriers` says what carries which axis.
 
 gloo of torch 2.13 carries every collective used here, for floating, integer and boolean dtypes, at 2, 3 and 4 ranks
 (tests/runtime/test_groups.py). Nothing is emulated (`EMULATED` would list it).

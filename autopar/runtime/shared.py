@@ -1,6 +1,6 @@
 """Ranks of one host that exchange tensors through memory which they share (native/shared), through ctypes.
 
-Faster than gloo at every size (benchmarks/collectives.py), so it carries a group wherever it can: the ranks are on one
+Faster than gloo (benchmarks/collectives.py), so it carries a group wherever it can: the ranks are on one
 host, under one user, with our kernels. Sums are made in the order of ranks, in float32 for bfloat16 and float16.
 
 A rank that has ended, or has been stopped by a signal for 2 s, is named by an error on those that wait for it. The

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -98,10 +98,11 @@ def sums_as_gloo(group: SharedGroup, mine: Tensor, rows: Tensor) -> int:
 
 
 def uneven(group: SharedGroup) -> None:
-    """Rank i sends (i + 2j) % 3 · 700 rows to rank j; once nobody sends anything."""
+    """Rank i sends (i + 2j) % 3 · 700 rows to rank j; once nobody sends anything; once one rank alone, to the last."""
     n, me = group.size, group.rank
-    for each in (0, 1, 700):
-        give, take = [(me + 2 * j) % 3 * each for j in range(n)], [(i + 2 * me) % 3 * each for i in range(n)]
+    ways: list[Callable[[int, int], int]] = [lambda i, j, each=each: (i + 2 * j) % 3 * each for each in (0, 1, 700)]
+    for rows_of in (*ways, lambda i, j: 3000 * (i == 0 and j == n - 1)):
+        give, take = [rows_of(me, j) for j in range(n)], [rows_of(i, me) for i in range(n)]
         rows = torch.tensor([[me, j] for j, count in enumerate(give) for _ in range(count)]).view(-1, 2)
         got = torch.empty(sum(take), 2, dtype=torch.int64)
         group.all_to_all(rows, got, give, take)
