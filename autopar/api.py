@@ -8,7 +8,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from autopar.cost_model.prices import MeshPrices
 from autopar.cost_model.replay import replay
 from autopar.cost_model.search_space import mesh_candidates
 from autopar.cost_model.simulate import simulate
+from autopar.cost_model.stage_work import stage_works
 from autopar.cost_model.tasks import Overlap
 from autopar.errors import ClusterError, InputError, PlanError, UserError, without_frames
 from autopar.ir import cluster as description
@@ -33,12 +34,12 @@ from autopar.ir import plan as records
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.mesh import Mesh
-from autopar.ir.options import Options
+from autopar.ir.options import HALF, Options
 from autopar.ir.plan import decode_plan, mesh_of
 from autopar.ir.profile import refuse_foreign
 from autopar.ir.program import Source
 from autopar.ir.schedules import build_schedule
-from autopar.ir.staged import StagedSource
+from autopar.ir.staged import StagedSource, schedule_of
 from autopar.ir.timeline import Timeline
 from autopar.ops.lowering import is_random
 from autopar.present.plan_diff import PlanDiff, diff_plans
@@ -52,11 +53,13 @@ from autopar.runtime.compiled import CompiledModule
 from autopar.runtime.deferred import DeferredModule
 from autopar.runtime.groups import communicator, init_ranks, ranks_started
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.staged import Compiled as StagedCompiled
 from autopar.runtime.threads import run_threads
 from autopar.runtime.watch import Seen, Watcher, aligned, edited, missing, watched
 from autopar.verification import DRAWN_ALIKE, TOLERANCE, Trained, VerifyReport, compare, objective, reference, train
 from autopar.verification.bisect import Bisection
 from autopar.verification.bisect import bisect as bisect_values
+from autopar.verification.narrowed import narrowed
 
 _log = logging.getLogger("autopar")
 
@@ -127,7 +130,7 @@ class Plan(records.Plan, frozen=True, kw_only=True, forbid_unknown_fields=True, 
             PlanError: the plan is for another model.
         """
         task = question_task(self, model, example_inputs, cluster)
-        return questions.explain(self, name, task, progress or _quiet)
+        return questions.explain(self, name, task, _searching(task, progress or _quiet), progress or _quiet)
 
     def why_not(
         self,
@@ -143,11 +146,7 @@ class Plan(records.Plan, frozen=True, kw_only=True, forbid_unknown_fields=True, 
         Arguments and errors as for `explain`.
         """
         task = question_task(self, model, example_inputs, cluster)
-
-        def again(options: Options) -> Plan:
-            return plan_captured(task.captured, task.cluster, options=options, progress=progress or _quiet)
-
-        return questions.why_not(self, pins, task, again)
+        return questions.why_not(self, pins, task, _searching(task, progress or _quiet))
 
     def again(
         self,
@@ -159,7 +158,8 @@ class Plan(records.Plan, frozen=True, kw_only=True, forbid_unknown_fields=True, 
         progress: Progress | None = None,
     ) -> Plan:
         """This plan for another batch, sequence length or mode of the same model: mesh and stored layouts are kept, all
-        else is chosen again, so that times and memory are those of these inputs; a note says so.
+        else is chosen again, so that times and memory are those of these inputs; a note says so. Of a plan with stages
+        or micro-batches all choices are kept, but for the number of micro-batches, and what it predicts is left.
 
         Args:
             cluster: where the plan's file has none, or the same devices with other figures or links.
@@ -167,7 +167,7 @@ class Plan(records.Plan, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
         Raises:
             InfeasibleError: it does not fit the memory with these inputs.
-            PlanError: the plan is for another model, or has pipeline stages.
+            PlanError: the plan is for another model, or has stages that can't run these inputs.
         """
         options = options or records.options_of(self)
         captured = capture(model, example_inputs, options=options, model_name=self.model.name)
@@ -178,6 +178,15 @@ class Plan(records.Plan, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     def report(self, path: str | Path) -> None:
         """Write the plan as one HTML page that needs nothing else."""
         write_report(self, path)
+
+
+def _searching(task: Task, progress: Progress) -> Callable[[Options], Plan]:
+    """The search that questions ask again, under other options."""
+
+    def search_again(options: Options) -> Plan:
+        return plan_captured(task.captured, task.cluster, options=options, progress=progress, rules=task.rules)
+
+    return search_again
 
 
 def question_task(
@@ -314,9 +323,10 @@ def plan_again(
     rules: sharding.RuleCache | None = None,
 ) -> Plan:
     """`Plan.again` of the model as captured. It says that it was asked what the search for `plan` was."""
-    records.refuse_stages(plan, "plans again for other inputs")
     if {p.name for p in captured.parameters} != set(plan.parameters):
         raise _of_another(captured, plan)
+    if records.is_staged(plan):
+        return _staged_again(plan, captured, cluster, options, rules)
     stored = {name: p.layout for name, p in plan.parameters.items()} if plan.mesh.axes else {}
     kept = replace(options, pins={**options.pins, **plan.mesh.axes, **stored})
     found = plan_captured(captured, cluster, options=kept, rules=rules, mesh=mesh_of(plan), progress=progress)
@@ -330,6 +340,23 @@ def plan_again(
     pins = {k: str(v) for k, v in options.pins.items()}
     made = replace_fields(found, request=request, pins=pins, notes=[said, *found.notes])
     return Plan.found(made, Task.of(captured, cluster, options, rules))
+
+
+def _staged_again(
+    plan: records.Plan, captured: CapturedGraph, cluster: description.ClusterSpec, options: Options,
+    rules: sharding.RuleCache | None,
+) -> Plan:  # fmt: skip
+    """The same for a plan with stages: nothing is chosen anew, so that each parameter stays on its stage."""
+    found = staging.carried_on(plan, captured, rules or sharding.RuleCache())
+    request = replace_fields(plan.request or records.PlanRequest(), inputs=inputs_of(captured))
+    schedule = found.schedule
+    said = records.PlanNote(
+        kind="again", where="",
+        message=f"made of a plan {_for_inputs(plan)}: its stages, mesh, layouts and what is made again are kept, with "
+        f"{schedule.micro_batches} micro-batches; times and memory are those predicted for that plan",
+    )  # fmt: skip
+    return Plan.found(replace_fields(found, request=request, notes=[said, *plan.notes]),
+                      Task.of(captured, cluster, options, rules))  # fmt: skip
 
 
 def _for_inputs(plan: records.Plan) -> str:
@@ -436,7 +463,11 @@ def compile_on(
     if records.is_staged(plan):
         _check_model(captured, plan)
         made = staging.staged(captured, plan)
-        return made.module(model, ranks(plan, made.source), seed=options.seed)
+        rt = ranks(plan, made.source)
+        again = _Replanner(skeleton(model), rt, cluster, plan, options)
+        return made.module(
+            model, rt, recompile=again.staged, predicts=lambda: timeline_captured(captured, plan), seed=options.seed
+        )
     source = emit_captured(captured, plan)
     rt = ranks(plan, source)
     agree_among(rt, f"{options.seed}|{source.text}", f"compile({captured.model_name}): the program or the seed")
@@ -472,13 +503,20 @@ class _Replanner:
         self.rules = sharding.RuleCache()
 
     def __call__(self, request: Request) -> tuple[CapturedGraph, records.Plan, Source]:
+        captured, plan = self._planned(request)
+        return captured, plan, emit_captured(captured, plan)
+
+    def staged(self, request: Request) -> StagedCompiled:
+        """The same with stages."""
+        return staging.staged(*self._planned(request)).compiled
+
+    def _planned(self, request: Request) -> tuple[CapturedGraph, records.Plan]:
         what = f"{self.plan.model.name} is called in a new way"
         agree_among(self.rt, str(request.wanted), what)
         captured = self._capture(request)
         agree_among(self.rt, captured.hash, what)
         data = from_first(self.rt, lambda: self._plan(captured).to_json())
-        plan = decode_plan(data, f"for {captured.model_name}", records.Plan)
-        return captured, plan, emit_captured(captured, plan)
+        return captured, decode_plan(data, f"for {captured.model_name}", records.Plan)
 
     def _capture(self, request: Request) -> CapturedGraph:
         for path, module in self.model.named_modules():
@@ -505,7 +543,7 @@ def _described(plan: records.Plan) -> description.ClusterSpec:
 
 def _is_called_otherwise(plan: records.Plan, captured: CapturedGraph) -> bool:
     """True if the plan is of this model as far as its parameters say, but for inputs of other shapes or dtypes."""
-    if plan.request is None or records.is_staged(plan):
+    if plan.request is None:
         return False
     same = {p.name for p in captured.parameters} == set(plan.parameters)
     same &= sum(p.meta.numel for p in captured.parameters) == plan.model.parameters
@@ -561,6 +599,8 @@ def timeline_captured(captured: CapturedGraph, plan: records.Plan) -> Timeline:
     _check_model(captured, plan)
     if plan.cluster.spec is None:
         raise PlanError(f"the plan's file says of its cluster only the name, {plan.cluster.name}: search again")
+    if records.is_staged(plan):
+        return _staged_timeline(captured, plan, plan.cluster.spec)
     mesh = mesh_of(plan)
     program = codegen.lower(captured, plan, mesh)
     state = records.options_of(plan).optimizer_bytes_per_parameter
@@ -571,6 +611,18 @@ def timeline_captured(captured: CapturedGraph, plan: records.Plan) -> Timeline:
     rounding = ROUND if plan.cluster.spec.backend == "nccl" else ROUND_CPU
     memory = step_memory(captured, program, plan), save_memory(captured, program, state, rounding=rounding)
     return replace(found, memory=memory)
+
+
+def _staged_timeline(captured: CapturedGraph, plan: records.Plan, cluster: description.ClusterSpec) -> Timeline:
+    """Stages wait for what they send, as in the plan's price; the optimizer waits for all gradients."""
+    program = staging.staged(captured, plan).program
+    state = records.options_of(plan).optimizer_bytes_per_parameter
+    works = stage_works(captured, program, plan, cluster, state)
+    overlap = Overlap(**cluster.profile.overlap) if cluster.profile is not None else None
+    found = simulate(
+        schedule_of(program), works, overlap=overlap, overlap_sends=False, overlap_sync=False, joint_end=True
+    )
+    return replace(found, memory=())
 
 
 @without_frames
@@ -624,7 +676,7 @@ def verify(
         _check_model(captured, plan)
         made = staging.staged(captured, plan)
         found = staging.train_staged(made, model, lambda m: _called(m, example_inputs), steps, timeout_s=600.0)
-        return _report(*_expected(captured, plan, model, example_inputs, steps), found, plan)
+        return _report(_expected(captured, plan, model, example_inputs, steps), found, plan)
     source = emit_captured(captured, plan)
     if code is not None:
         source = edited(source, code)
@@ -652,11 +704,12 @@ def verify_source(
         return train(
             module, lambda m: _called(m, example_inputs),
             lambda name, piece: rt.convert(piece, layouts[name], whole, shapes[name]), steps, module.full_state_dict,
+            plan.precision,
         )  # fmt: skip
 
     found = run_threads(mesh_of(plan), rank, timeout_s=timeout_s)
-    drawing, expected = _expected(captured, plan, model, example_inputs, steps)
-    report = _report(drawing, expected, found, plan)
+    expected = _expected(captured, plan, model, example_inputs, steps)
+    report = _report(expected, found, plan)
     if not bisect:
         return report
     bisection = bisect_source(captured, plan, source, model, example_inputs, timeout_s=timeout_s)
@@ -664,25 +717,47 @@ def verify_source(
         elsewhere = (
             f"{report.first_difference.name} differs all the same: look at what goes into and out of the program"
         )
-        if not drawing and _captured_differs(captured, model, example_inputs, expected):
+        if not expected.drawing and _captured_differs(captured, model, example_inputs, expected.trained):
             elsewhere = "the captured graph does not compute what the model computes: that is a bug in the capture"
         bisection = replace(bisection, elsewhere=elsewhere)
     return replace(report, bisection=bisection)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expected:
+    """What one device's steps leave.
+
+    Attributes:
+        drawing: the model draws random numbers, so one device ran its captured graph.
+        exact: of a plan in half precision, what the same steps leave in the precision of what is stored.
+    """
+
+    trained: Trained
+    drawing: bool = False
+    exact: Trained | None = None
+
+
 def _expected(
     captured: CapturedGraph, plan: records.Plan, model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...], steps: int,
-) -> tuple[bool, Trained]:  # fmt: skip
-    """(whether the model draws random numbers, what one device's steps leave)."""
-    drawing = any(is_random(n.op) for g in captured.graphs for n in g.nodes)
-    one = _on_one_device(captured, plan, model) if drawing else model
-    return drawing, reference(one, lambda m: _called(m, example_inputs), steps)
+) -> _Expected:  # fmt: skip
+    def call(module: Callable[..., Any]) -> Any:
+        return _called(module, example_inputs)
+
+    if any(is_random(n.op) for g in captured.graphs for n in g.nodes):
+        one = _on_one_device(captured, plan, model)
+        return _Expected(trained=reference(one, call, steps, plan.precision), drawing=True)
+    plain = reference(model, call, steps)
+    if plan.precision not in HALF:
+        return _Expected(trained=plain)
+    half = reference(model, lambda m: call(narrowed(m, plan.precision)), steps, plan.precision)
+    return _Expected(trained=half, exact=plain)
 
 
-def _report(drawing: bool, expected: Trained, found: list[Trained], plan: records.Plan) -> VerifyReport:
-    report = compare(expected, found, {name: p.layout for name, p in plan.parameters.items()})
-    return replace(report, note=DRAWN_ALIKE if drawing else "")
+def _report(expected: _Expected, found: list[Trained], plan: records.Plan) -> VerifyReport:
+    layouts = {name: p.layout for name, p in plan.parameters.items()}
+    report = compare(expected.trained, found, layouts, plan.precision, expected.exact)
+    return replace(report, note=DRAWN_ALIKE if expected.drawing else "")
 
 
 def _on_one_device(captured: CapturedGraph, plan: records.Plan, model: nn.Module) -> ParallelModule:
@@ -761,6 +836,6 @@ def _captured_differs(
     return not compare(expected, [mine], {}).ok
 
 
-def _called(module: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Any:
+def _called(module: Callable[..., Any], inputs: Mapping[str, Any] | tuple[Any, ...]) -> Any:
     args, kwargs = _call(inputs)
     return module(*args, **kwargs)

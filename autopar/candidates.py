@@ -20,7 +20,7 @@ from autopar.errors import InfeasibleError, SolverError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.mesh import Mesh
-from autopar.ir.options import RECOMPUTE, Options
+from autopar.ir.options import HALF, RECOMPUTE, Options
 from autopar.ir.plan import Plan, PlanNote, PlanRequest, asked_options, options_of
 from autopar.ir.problem import Problem, evaluate
 from autopar.ir.program import Program
@@ -236,7 +236,7 @@ def _savers(options: Options) -> Iterator[str]:
         yield "pipeline stages (--stages)"
     if options.micro_batches is None and not options.searches_stages:
         yield "micro-batches (--micro-batches)"
-    if options.precision != "bf16":
+    if options.precision not in HALF:
         yield "bf16 (--precision)"
     yield "but not offload, which this version lacks"
 

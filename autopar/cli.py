@@ -21,7 +21,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console, Group, RenderableType
 
 from autopar.errors import AutoparError, CompilerError, PlanError, UserError
-from autopar.ir.options import Options
+from autopar.ir.options import Options, Precision
 from autopar.present import arguments
 from autopar.present.progress import working
 
@@ -36,7 +36,6 @@ app = App(
     version=lambda: _version(),
 )
 
-Precision = Literal["fp32", "bf16", "fp64"]
 Model = Annotated[
     str,
     Parameter(
@@ -74,12 +73,16 @@ class Wishes:
     )
     space: Annotated[
         list[str] | None,
-        Parameter(help="Degrees to try: data=1,2,4, tensor=1,2, context=1 or pipeline=1,2. May repeat."),
+        Parameter(
+            help="Degrees to try: data=1,2,4, tensor=1,2, context=1 or pipeline=1,2; or schedule=zb-h1. May repeat."
+        ),
     ] = None
-    stages: Annotated[
-        bool, Parameter(help="Search pipeline stages and micro-batches too. Such plans are priced, not run yet.")
-    ] = False
+    stages: Annotated[bool, Parameter(help="Search pipeline stages and micro-batches too.")] = False
     micro_batches: Annotated[int | None, Parameter(help="Of a step, on every rank; implies --stages.")] = None
+    reduce_dtype: Annotated[
+        Literal["stored", "compute"],
+        Parameter(help="In half precision: what gradients made in it are summed over ranks in."),
+    ] = "stored"
     memory_limit: Annotated[str | None, Parameter(help="Bytes per device, such as 40GiB; default: the device's.")] = (
         None
     )
@@ -102,7 +105,9 @@ class Wishes:
             "allow": arguments.parse_forbidden(self.forbid or ()),
             "memory_limit": arguments.parse_bytes("--memory-limit", self.memory_limit),
             "pins": arguments.parse_pins(self.pin or ()), "search_space": arguments.parse_space(self.space or ()),
-            "stages": self.stages, "micro_batches": self.micro_batches, "gap": self.gap,
+            "schedules": arguments.parse_schedules(self.space or ()),
+            "stages": self.stages, "micro_batches": self.micro_batches, "reduce_dtype": self.reduce_dtype,
+            "gap": self.gap,
             "time_limit_s": self.time_limit, "strict": self.strict,
             "dump_dir": str(self.dump_dir) if self.dump_dir else None,
         }  # fmt: skip
@@ -427,7 +432,7 @@ def verify(
         int | None, Parameter(help="Micro-batches of a step; with --pin pp=, of a pipeline.")
     ] = None,
     steps: Annotated[int, Parameter(help="Optimizer steps.")] = 3,
-    precision: Literal["fp32", "fp64"] = "fp32",
+    precision: Precision = "fp32",
     model: Annotated[str | None, Parameter(help="For a plan: the model, if its name isn't in the plan.")] = None,
     seq: Seq = None,
     global_batch: Batch = None,

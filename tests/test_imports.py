@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "pipelines": {"ir", "sharding", "cost_model", "solver", "candidates"},
     "objectives": {"ir", "cost_model", "candidates"},
     "questions": {"ir", "sharding", "cost_model", "solver", "candidates", "present"},
-    "staging": {"ir", "codegen", "runtime", "verification"},
+    "staging": {"ir", "sharding", "codegen", "runtime", "verification"},
     "catalogue": {"ir"},
     "present": {"ir"},
     # Listing presets and measuring ranks goes straight to where it is: through `api` it would import torch first.

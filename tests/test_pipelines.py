@@ -366,13 +366,47 @@ def test_too_little_memory_says_what_would_do():
     assert best_of(enough, quiet).best is not None
 
 
-def test_such_plans_are_not_explained_yet():
+def test_one_program_for_all_is_not_emitted_for_stages():
     task = task_of(4, pins={"pp": 2})
-    plan = api.Plan.found(pipelines.staged(task, quiet), task)
     with pytest.raises(PlanError, match="one stage and one micro-batch"):
-        api.emit_captured(captured(), plan)
-    with pytest.raises(UserError, match="explains plans of one stage"):
-        plan.explain("transformer.wte.weight")
+        api.emit_captured(captured(), pipelines.staged(task, quiet))
+
+
+def test_stages_are_explained_by_searching_again():
+    """The next best is what a search under its pins finds, on the same stages, and costs what it says."""
+    asked = Options(precision="bf16", pins={"pp": 2, "tp": 2}, micro_batches=6, gap=0.0)
+    plan = api.plan_captured(captured(), cluster(4), options=asked)
+    answer = plan.explain("transformer.h.*.mlp.c_fc.weight")
+    assert answer.chosen == plan.parameters["transformer.h.0.mlp.c_fc.weight"].layout != answer.next_best
+    assert answer.difference_us is not None and answer.difference_us >= 0
+    forced = api.plan_captured(captured(), cluster(4), options=replace(asked, pins=answer.pins))
+    assert forced.parameters["transformer.h.0.mlp.c_fc.weight"].layout == answer.next_best
+    assert forced.solver.objective_us - plan.solver.objective_us == pytest.approx(answer.difference_us, abs=1e-6)
+    assert forced.mesh == plan.mesh and forced.schedule.micro_batches == 6
+    assert any("exact to that" in note for note in answer.notes)
+    op = plan.explain("transformer.h.0.mlp.c_fc")
+    assert str(op)
+    key = next(k for k in next(iter(plan.strategies.values())))
+    assert plan.explain(key).chosen
+
+
+def test_memory_binds_a_layout_of_stages():
+    """With little memory parameters are stored cut; the answer names the limit and what it costs."""
+    free = Options(precision="bf16", pins={"pp": 2, "dp": 2}, micro_batches=6, gap=0.0)
+    wide = api.plan_captured(captured(), cluster(4), options=free)
+    name = "transformer.h.0.mlp.c_fc.weight"
+    for part in (0.8, 0.7, 0.6, 0.5):
+        limit = int(wide.solver.memory_bytes * part)
+        try:
+            tight = api.plan_captured(captured(), cluster(4), options=replace(free, memory_limit=limit))
+        except InfeasibleError:
+            break
+        if tight.parameters[name].layout != wide.parameters[name].layout:
+            answer = tight.explain(name)
+            assert answer.binding.kind == "memory"
+            assert answer.binding.price_us == pytest.approx(tight.solver.objective_us - wide.solver.objective_us)
+            return
+    pytest.fail("memory never moved the layout")
 
 
 def test_a_worse_cut_costs_more():
@@ -402,12 +436,13 @@ def test_an_even_split_is_cheaper_with_chunks():
     """Interleaving makes the bubble shorter: the same columns in more chunks take no longer where all fits."""
     task = task_of(2, pins={"pp": 2, "tp": 1, "dp": 1}, micro_batches=4)
     trial = trials(task)[0]
-    parted = problem_of(task, trial).parted
+    own = problem_of(task, trial)
+    parted = own.parted
     choice = PartsModel(parted).choice_at({(p, a): 1.0 for p in range(3) for a in (Amount.FORWARD, Amount.BACKWARD)})
     assert choice is not None and chunks_of(task, trial) == (1, 3)
     steps = []
     for chunks in (1, 3):
-        problem = frame_of(task, trial).problem(parted, parted.runs_of([choice]), chunks)
+        problem = frame_of(task, trial, own).problem(parted, parted.runs_of([choice]), chunks)
         assert chunks == 1 or even_split(problem) is not None
         answer = solve_stages(problem)
         assert answer is not None

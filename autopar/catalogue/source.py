@@ -14,6 +14,7 @@ from autopar.catalogue.entries import TINY, Entry, InputKind, read_config, resol
 from autopar.catalogue.factory import Inputs, call_factory, count_tokens
 from autopar.catalogue.inputs import DEFAULT_BATCH, Maker, checked_sequence, example_inputs
 from autopar.errors import UserError
+from autopar.ir.options import Precision
 
 TINY_BATCH, TINY_SEQ = 12, 12
 """Divide by 1, 2, 3, 4 and 6."""
@@ -53,7 +54,7 @@ def load_model(
     *,
     seq: int | None = None,
     global_batch: int | None = None,
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32",
+    precision: Precision = "fp32",
     tiny: bool = False,
     device: Literal["meta", "cpu"] = "meta",
     seed: int = 0,
@@ -62,7 +63,7 @@ def load_model(
 
     Args:
         seq, global_batch: None takes the catalogue's defaults.
-        precision: "fp64" makes the parameters float64. bf16 keeps float32 ones: the compiler casts.
+        precision: "fp64" makes the parameters float64. bf16 and fp16 keep float32 ones: the compiler casts.
         tiny: for a catalogue name, the family's tiny config instead, as NAME-tiny gives.
         device: "meta" allocates nothing; "cpu" draws weights and inputs from `seed`.
 

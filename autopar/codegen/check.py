@@ -65,24 +65,27 @@ class _Walk:
         for local in (*fn.parameters, *fn.buffers, *fn.constants, *fn.inputs, *fn.tangents):
             self._arrive(local)
         if fn.phase is Phase.BACKWARD:
-            other = self.program.function(fn.graph, Phase.FORWARD)
-            self._same(other.saved, fn.saved)
+            before = self.program.function(fn.graph, Phase.BACKWARD if fn.weights else Phase.FORWARD)
+            self._same(before, fn.saved)
             for local in fn.saved:
                 self._arrive(local)
         for step in fn.steps:
             self._step(step)
-        leaving = (*fn.outputs, *fn.updates, *fn.gradients, *(fn.saved if fn.phase is Phase.FORWARD else ()))
+        leaving = (*fn.outputs, *fn.updates, *fn.gradients, *fn.left)
         for out in leaving:
             if out is not None:
                 self._read(out, "the end")
-        for stored, gradient in zip(fn.parameters, fn.gradients, strict=fn.phase is Phase.BACKWARD):
+        for stored, gradient in zip(fn.parameters, fn.gradients, strict=bool(fn.gradients)):
             sides = (gradient.layout, gradient.meta.shape) if gradient is not None else None
             if sides is not None and not self.program.sums and sides != (stored.layout, stored.meta.shape):
                 self._fail(f"gradient {gradient} of parameter {stored} is not as stored")
 
-    def _same(self, made: tuple[Local, ...], read: tuple[Local, ...]) -> None:
-        if made != read:
-            self._fail(f"the forward saves {[s.name for s in made]}, the backward reads {[s.name for s in read]}")
+    def _same(self, before: Function, read: tuple[Local, ...]) -> None:
+        if before.left != read:
+            self._fail(
+                f"the {before.phase.value} saves {[s.name for s in before.left]}, what follows it reads "
+                f"{[s.name for s in read]}"
+            )
 
     def _step(self, step: Step) -> None:
         match step:
@@ -104,7 +107,8 @@ class _Walk:
                 self._call(step)
             case Keep():
                 self._read(step.local, step.place.key)
-                if step.local not in (self.function.saved or ()) and step.local not in self.function.gradients:
+                fn = self.function
+                if step.local not in (*fn.saved, *fn.waits, *fn.gradients):
                     self._fail(f"{step.local} is kept, but nothing waits for it")
             case Free():
                 for name in step.names:
@@ -122,7 +126,7 @@ class _Walk:
             self._fail(f"{convert.before.value}: the steps end in {layout}, wanted {convert.after.layout}")
 
     def _call(self, step: CallBlock) -> None:
-        callee = self.program.function(step.block, step.phase)
+        callee = self.program.function(step.block, step.phase, step.weights)
         asked = callee.inputs if step.phase is Phase.FORWARD else callee.tangents
         for local, want, inner in zip(step.inputs, step.wants, asked, strict=True):
             self._read(local, step.place.key)
@@ -134,7 +138,7 @@ class _Walk:
                 self._fail(f"{step.place.key}: passes parameter {given}, the block takes {inner}")
         for out, made in (
             *zip(step.outputs, callee.outputs, strict=True),
-            *zip(step.gradients, callee.gradients, strict=True),
+            *zip(step.gradients, callee.gradients, strict=bool(step.gradients)),
         ):
             if out is not None and (made is None or (out.layout, out.meta) != (made.layout, made.meta)):
                 self._fail(f"{step.place.key}: takes {out}, the block gives {made}")

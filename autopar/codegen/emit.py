@@ -98,8 +98,7 @@ class _Writer:
         self.group: tuple[str, str] = ("", "")
         leaving = (*function.outputs, *function.updates, *function.gradients)
         self.keep = {x.name for x in leaving if x is not None}
-        if function.phase is Phase.FORWARD:
-            self.keep |= {x.name for x in function.saved}
+        self.keep |= {x.name for x in function.left}
         self.items: Sequence[Item] = function.steps
         self.renamed: Mapping[str, str] = {}
         if not function.block:
@@ -110,6 +109,11 @@ class _Writer:
         self.turns: list[Step] = []
         self.owns = _owns(function)
         self.renamed = {**self.renamed, **self._own_names()}
+
+    @property
+    def first_half(self) -> bool:
+        """True of what leaves the gradients of parameters to another function."""
+        return self.program.halves and self.function.phase is Phase.BACKWARD and not self.function.weights
 
     def _own_names(self) -> dict[str, str]:
         """A name for each number that depends on the rank, unlike the names of tensors."""
@@ -134,7 +138,10 @@ class _Writer:
                 self._line(1, f"{tables.saved_name(key)} = [None] * {len(instances)}")
         if fn.phase is Phase.BACKWARD:
             self._unpack_saved()
-            if not fn.block:
+            if not fn.block and self.first_half:
+                for key, instances in self.program.calls.items():
+                    self._line(1, f"{tables.waiting_name(key)} = [None] * {len(instances)}")
+            elif not fn.block:
                 self._line(1, f"gradients = [None] * {len(fn.parameters)}")
         for key, own in self.owns.items():
             self._line(1, f"{self.renamed[key]} = {own_piece(own)}", note=_pieces(own, self.program.mesh))
@@ -159,9 +166,9 @@ class _Writer:
     def _signature(self) -> None:
         fn = self.function
         if not fn.block:
-            rest = "parameters, buffers, constants, inputs" if fn.phase is Phase.FORWARD else None
-            self._line(0, f"def {fn.name}(rt, {rest or 'parameters, buffers, constants, saved, tangents'}):")
-            self._line(1, f'"""{_DOCS[fn.phase]}"""')
+            rest = "inputs" if fn.phase is Phase.FORWARD else "saved" if fn.weights else "saved, tangents"
+            self._line(0, f"def {fn.name}(rt, parameters, buffers, constants, {rest}):")
+            self._line(1, f'"""{_FIRST_HALF if self.first_half else _DOCS[fn.phase]}"""')
             for kind in ("parameters", "buffers", "constants", "inputs", "tangents"):
                 self._unpack(kind, getattr(fn, kind))
             return
@@ -169,7 +176,8 @@ class _Writer:
         first = ["rt", "i", "parameters"] + (["saved"] if fn.phase is Phase.BACKWARD else [])
         self._line(0, f"def {fn.name}({', '.join([*first, *own])}):")
         instances = self.program.calls[fn.block]
-        self._line(1, f'"""{fn.phase.value.capitalize()} of {tables.pattern(instances)}, instance i."""')
+        what = "Gradients of parameters" if fn.weights else fn.phase.value.capitalize()
+        self._line(1, f'"""{what} of {tables.pattern(instances)}, instance i."""')
         for local in fn.inputs if fn.phase is Phase.FORWARD else fn.tangents:
             self._line(1, f"# {local.name}: {shape(local)}")
         self._unpack("parameters", fn.parameters)
@@ -185,7 +193,8 @@ class _Writer:
         fn = self.function
         names = [x.name for x in fn.saved]
         if not fn.block:
-            names += [tables.saved_name(k) for k in self.program.calls]
+            kept = tables.waiting_name if fn.weights else tables.saved_name
+            names += [kept(k) for k in self.program.calls]
         if names:
             self._listed(1, "", names, " = saved")
             self._line(1, "saved.clear()")
@@ -293,7 +302,13 @@ class _Writer:
             self._line(depth, f"{', '.join([*outs, saved])} = {step.function}({args})", step.place, note)
             self._note(step, step.function)
             return
-        args = ", ".join(["rt", index, given, saved, *names])
+        waiting = f"{tables.waiting_name(step.block)}[{index}]"
+        args = ", ".join(["rt", index, given, waiting if step.weights else saved, *names])
+        if self.first_half:
+            self._line(depth, f"{', '.join([*outs, waiting])} = {step.function}({args})", step.place, note)
+            self._note(step, step.function)
+            return
+        outs = [] if step.weights else outs
         direct = self._direct(step)
         left = "weights" if direct else "[" + ", ".join(self._name(g) for g in step.gradients) + "]"
         self._line(depth, f"{', '.join([*outs, left])} = {step.function}({args})", step.place, note)
@@ -315,9 +330,16 @@ class _Writer:
         fn = self.function
         outputs = [self._name(o) if o is not None else "None" for o in fn.outputs]
         saved = [self._name(s) for s in fn.saved]
+        if self.first_half:
+            saved = [self._name(s) for s in fn.waits]
         if fn.block:
-            last = saved if fn.phase is Phase.FORWARD else [self._name(g) if g else "None" for g in fn.gradients]
-            self._listed(1, "return " + "".join(f"{o}, " for o in outputs), last, "")
+            last = [self._name(g) if g else "None" for g in fn.gradients]
+            outputs = [] if fn.weights else outputs
+            leaves = fn.phase is Phase.FORWARD or self.first_half
+            self._listed(1, "return " + "".join(f"{o}, " for o in outputs), saved if leaves else last, "")
+        elif self.first_half:
+            saved += [tables.waiting_name(k) for k in self.program.calls]
+            self._listed(1, f"return [{', '.join(outputs)}], ", saved, "")
         elif fn.phase is Phase.FORWARD:
             saved += [tables.saved_name(k) for k in self.program.calls]
             before = f"return [{', '.join(outputs)}], [{', '.join(map(self._name, fn.updates))}], "
@@ -374,6 +396,7 @@ _DOCS = {
     Phase.FORWARD: "Local tensors in; (outputs, new values of buffers, what the backward needs) out.",
     Phase.BACKWARD: "Gradients of the local parameters, in storage layout, None where there is none. Empties `saved`.",
 }
+_FIRST_HALF = "Gradients of inputs; (these, what the other half needs) out. Empties `saved`."
 
 
 def _for_all(item: Item, calls: Mapping[str, Sequence[str]]) -> Item:

@@ -3,13 +3,15 @@
 A value made in layout p and wanted in q is converted once, from p, at its first use; later uses share the version. The
 backward reads the versions that the forward made and saved; a version that only the backward wants is converted there
 from p. Where the plan says of a value what waits for the backward (`Plan.later`), that version is made in the forward,
-and others are converted from it; or its op runs once more in the backward, where its value is first asked for.
+and others are converted from it; or its op runs once more in the backward, where its value is first asked for. A
+backward in halves is two functions: the second finds what the first leaves as the backward finds what the forward does.
 Parameters arrive in storage layout in both phases and are converted in each apart (gathered again in the backward). A
 parameter's gradient leaves in its storage layout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,10 +42,14 @@ def lower(captured: CapturedGraph, plan: Plan, mesh: Mesh | None = None) -> Prog
     return lower_by(captured, PlanLayouts(captured, plan, mesh or mesh_of(plan)))
 
 
-def lower_by(captured: CapturedGraph, layouts: PlanLayouts) -> Program:
-    """`lower` by these layouts, on their mesh."""
+Late = Callable[[Graph], frozenset[str]]
+"""Names of a graph's nodes that the second half of its backward runs. A block's backward is in both halves."""
+
+
+def lower_by(captured: CapturedGraph, layouts: PlanLayouts, late: Late | None = None) -> Program:
+    """`lower` by these layouts, on their mesh. `late`: with backwards in halves."""
     mesh = layouts.mesh
-    context = _Context(captured, layouts, block_parameters(captured))
+    context = _Context(captured, layouts, block_parameters(captured), late)
     for block in captured.blocks:
         context.lowered[block.key] = _Lowering(block.graph, block.key, context).functions()
     top = captured.top
@@ -57,7 +63,7 @@ def lower_by(captured: CapturedGraph, layouts: PlanLayouts) -> Program:
         model_name=captured.model_name,
         graph_hash=captured.hash,
         mesh=mesh,
-        functions=tuple(f for pair in (*context.lowered.values(), lowered) for f in pair),
+        functions=tuple(f for found in (*context.lowered.values(), lowered) for f in found),
         calls={b.key: _instances(captured, b.key) for b in captured.blocks},
         block_parameters=context.parameters_of,
         parameters=by_kind[InputKind.PARAMETER],
@@ -69,6 +75,7 @@ def lower_by(captured: CapturedGraph, layouts: PlanLayouts) -> Program:
         updates=tuple(o.target for o in top.outputs if o.kind is OutputKind.BUFFER_UPDATE),
         differentiated=_differentiated(top),
         metas={g.name: {name: v.meta for name, v in g.values().items()} for g in captured.graphs},
+        halves=late is not None,
     )
 
 
@@ -88,11 +95,12 @@ class _Context:
     captured: CapturedGraph
     layouts: PlanLayouts
     parameters_of: dict[str, tuple[tuple[int, ...], ...]]
-    lowered: dict[str, tuple[Function, Function]] = field(default_factory=dict)
+    late: Late | None
+    lowered: dict[str, tuple[Function, ...]] = field(default_factory=dict)
 
 
 class _Lowering:
-    """Lowers one joint graph into its forward and its backward."""
+    """Lowers one joint graph into its forward and its backward, or the halves of its backward."""
 
     def __init__(self, graph: Graph, block: str, context: _Context) -> None:
         self.graph = graph
@@ -103,7 +111,9 @@ class _Lowering:
         self.forward = Scope(self.names)
         self.later = context.layouts.later(graph) or {}
         self.makers = {o.name: n for n in graph.nodes if n.phase is Phase.FORWARD for o in n.outputs if o is not None}
-        self.backward = Scope(self.names, earlier=self.forward, later=self.later, again=self._again)
+        self.backward = self._after(self.forward)
+        self.weights = self.backward if context.late is None else self._after(self.backward)
+        self.late = frozenset[str]() if context.late is None else context.late(graph)
         self.calls: dict[tuple[str, tuple[Any, ...]], list[int]] = {}
         self.called: dict[str, int] = {}
         self.gradients: dict[str, list[Layout]] = {}
@@ -113,8 +123,19 @@ class _Lowering:
                 layout = context.layouts.gradient(graph, out.target, out.value)
                 self.gradients.setdefault(out.value, []).append(layout)
 
-    def functions(self) -> tuple[Function, Function]:
-        """(forward, backward)."""
+    def _after(self, earlier: Scope) -> Scope:
+        """The scope of what runs after another one, in the backward."""
+        scope = Scope(self.names, earlier=earlier, later=self.later)
+        scope.again = lambda value: self._again(value, scope)
+        return scope
+
+    @property
+    def halves(self) -> bool:
+        """True of a backward in halves."""
+        return self.weights is not self.backward
+
+    def functions(self) -> tuple[Function, ...]:
+        """Forward, backward or its first half, and its second."""
         arguments = {i.value.name: self.forward.make(i.value.name, self.arrivals[i.value.name])
                      for i in own_inputs(self.graph)}  # fmt: skip
         for own in own_inputs(self.graph):
@@ -124,16 +145,29 @@ class _Lowering:
         for own in self.graph.inputs:
             if own.kind in (InputKind.PARAMETER, InputKind.TANGENT):
                 arguments[own.value.name] = self.backward.make(own.value.name, self.arrivals[own.value.name])
+            if self.halves and own.kind is InputKind.PARAMETER:
+                self.weights.make(own.value.name, self.arrivals[own.value.name])
         self._run(Phase.BACKWARD)
         others, gradients = self._leave_backward()
         saved = tuple(self.backward.saved.values())
         forward = self._forward_function(arguments, saved, outputs, updates)
-        return forward, self._backward_function(arguments, saved, others, gradients)
+        if not self.halves:
+            return forward, self._backward_function(arguments, self.backward, others, gradients)
+        early = tuple(o if o is not None and not self._is_late(o.value) else None for o in others)
+        later = tuple(o if o is not None and self._is_late(o.value) else None for o in others)
+        first = self._backward_function(arguments, self.backward, early, ())
+        return forward, first, self._backward_function(arguments, self.weights, later, gradients)
+
+    def _is_late(self, value: str) -> bool:
+        """True of what the second half makes."""
+        return self.halves and value in self.weights.made and value not in self.backward.made
 
     def _run(self, phase: Phase) -> None:
-        scope = self.forward if phase is Phase.FORWARD else self.backward
         for node in self.graph.nodes:
             if node.phase is phase:
+                scope = self.forward if phase is Phase.FORWARD else self.backward
+                if node.name in self.late:
+                    scope = self.weights
                 step = self._compute(node, scope) if node.block is None else self._call(node, scope)
                 scope.steps.append(step)
                 if phase is Phase.BACKWARD:
@@ -149,11 +183,10 @@ class _Lowering:
         if kept is not None:
             self.forward.fetch(value, kept, place)
 
-    def _again(self, value: str) -> None:
+    def _again(self, value: str, scope: Scope) -> None:
         """In the backward: run the op that makes `value` once more, for those of its outputs that are not kept."""
-        node = self.makers[value]
-        step = self._compute(node, self.backward)
-        self.backward.steps.append(step)
+        step = self._compute(self.makers[value], scope)
+        scope.steps.append(step)
 
     def _reduce_gradients(self, step: Compute | CallBlock, scope: Scope) -> None:
         """A parameter's gradient goes into storage layout as soon as it is made: the larger form needn't wait."""
@@ -223,7 +256,17 @@ class _Lowering:
         wants = tuple(arrivals[i.value.name] for _, i in asked)
         inputs = tuple(scope.fetch(r, w, place) for (r, _), w in zip(asked, wants, strict=True))
         outputs, gradients = self._call_outputs(node, inner, scope)
-        function = self.context.lowered[key][node.phase is Phase.BACKWARD]
+        lowered = self.context.lowered[key]
+        if node.phase is Phase.BACKWARD and self.halves:
+            self.weights.steps.append(
+                CallBlock(
+                    block=key, index=index, function=lowered[-1].name, phase=node.phase, weights=True,
+                    parameters=self.context.parameters_of[key][index], inputs=(), wants=(),
+                    outputs=(None,) * len(lowered[-1].outputs), gradients=gradients, place=place,
+                )
+            )  # fmt: skip
+            gradients = ()
+        function = lowered[node.phase is Phase.BACKWARD]
         return CallBlock(
             block=key, index=index, function=function.name, phase=node.phase,
             parameters=self.context.parameters_of[key][index], inputs=inputs, wants=wants, outputs=outputs,
@@ -235,7 +278,8 @@ class _Lowering:
     ) -> tuple[tuple[Local | None, ...], tuple[Local | None, ...]]:
         """What the call gives, in the layouts that the block's function makes."""
         assert node.block is not None
-        forward, backward = self.context.lowered[node.block.key]
+        forward, backward, *rest = self.context.lowered[node.block.key]
+        weights = rest[0] if rest else backward
         if node.phase is Phase.FORWARD:
             return _made(scope, [None if o is None else o.name for o in node.outputs], forward.outputs), ()
         parameters = {i.value.name for i in inner.inputs if i.kind is InputKind.PARAMETER}
@@ -248,7 +292,7 @@ class _Lowering:
             raise CompilerError(f"block {node.block.key}: gradients of parameters are not in the parameters' order")
         by_target = dict(zip(order, names[True], strict=True))
         rows = [by_target.get(i.value.name) for i in inner.inputs if i.kind is InputKind.PARAMETER]
-        return _made(scope, names[False], backward.outputs), _made(scope, rows, backward.gradients)
+        return _made(scope, names[False], backward.outputs), _made(self.weights, rows, weights.gradients)
 
     def _leave_forward(self) -> tuple[tuple[Local, ...], tuple[Local, ...]]:
         outputs, updates = [], []
@@ -280,17 +324,20 @@ class _Lowering:
             if out.target in parameters:
                 if out.value is not None:
                     layout = self.context.layouts.gradient(self.graph, out.target, out.value)
-                    gradients[out.target] = self.backward.fetch(out.value, layout, OUTSIDE)
+                    gradients[out.target] = self.weights.fetch(out.value, layout, OUTSIDE)
             elif out.value is None:
                 others.append(None)
             elif self.block:
                 others.append(self._as_made(out.value))
             else:
-                others.append(self.backward.fetch(out.value, self.context.layouts.output(position), OUTSIDE))
+                scope = self.weights if self._is_late(out.value) else self.backward
+                others.append(scope.fetch(out.value, self.context.layouts.output(position), OUTSIDE))
         return tuple(others), tuple(gradients.get(p) for p in parameters)
 
     def _as_made(self, value: str) -> Local:
-        made = self.backward.made.get(value) or self.forward.made[value]
+        made = self.backward.made.get(value) or self.forward.made.get(value)
+        if made is None:
+            raise CompilerError(f"{value} leaves before it is made")
         return self.backward.fetch(value, made.layout, OUTSIDE)
 
     def _forward_function(
@@ -319,20 +366,25 @@ class _Lowering:
         )  # fmt: skip
 
     def _backward_function(
-        self, arguments: dict[str, Local], saved: tuple[Local, ...], others: tuple[Local | None, ...],
+        self, arguments: dict[str, Local], scope: Scope, others: tuple[Local | None, ...],
         gradients: tuple[Local | None, ...],
     ) -> Function:  # fmt: skip
-        keep = {x.name for x in (*others, *gradients) if x is not None}
+        weights = scope is not self.backward
+        waits = tuple(self.weights.saved.values()) if self.halves and not weights else ()
+        saved = tuple(scope.saved.values())
+        keep = {x.name for x in (*others, *gradients, *waits) if x is not None}
         parameters, tangents = (self._arguments(arguments, k) for k in (InputKind.PARAMETER, InputKind.TANGENT))
+        tangents = () if weights else tangents
         holders = Holders(
-            always=parameters, caller=tangents, loose=saved, waiting={x.name for x in gradients if x is not None},
+            always=parameters, caller=tangents, loose=saved,
+            waiting={x.name for x in (*gradients, *waits) if x is not None},
             leaving={x.name for x in others if x is not None},
         )  # fmt: skip
         return Function(
-            name=self._name("backward"), graph=self.graph.name, block=self.block, phase=Phase.BACKWARD,
-            parameters=parameters, tangents=tangents, saved=saved,
-            steps=with_frees(in_own_storage(self.backward.steps, holders), keep, held=[x.name for x in saved]),
-            outputs=others, gradients=gradients,
+            name=self._name("backward_weights" if weights else "backward"), graph=self.graph.name, block=self.block,
+            phase=Phase.BACKWARD, parameters=parameters, tangents=tangents, saved=saved,
+            steps=with_frees(in_own_storage(scope.steps, holders), keep, held=[x.name for x in saved]),
+            outputs=others, gradients=gradients, weights=weights, waits=waits,
         )  # fmt: skip
 
     def _arguments(self, arguments: dict[str, Local], kind: InputKind) -> tuple[Local, ...]:

@@ -81,7 +81,8 @@ _PLAIN = str.maketrans("", "", "()")
 
 @dataclass
 class Scope:
-    """The versions at hand in one function, and its steps. `earlier` is the forward's scope in a backward's.
+    """The versions at hand in one function, and its steps. `earlier` is the forward's scope in a backward's, and the
+    first half's in that of a second half.
 
     `later`: what a backward finds of the forward, by value: the version that is kept, or None of what is made again; of
     a value that isn't named, whatever is asked for is kept. `again` runs a value's op in this scope.
@@ -127,14 +128,15 @@ class Scope:
     def _find(self, value: str, kept: Layout | None) -> None:
         """Have here what waits for the backward, or what is made again."""
         assert self.earlier is not None
-        if kept is None:
+        made_again = self.earlier.earlier is not None and value in self.earlier.made
+        if kept is None and not made_again:
             if self.again is None:
                 raise CompilerError(f"{value} is to be made again, where nothing can be")
             self.again(value)
             return
-        found = self.made[value] = self.earlier.versions[(value, kept)]
+        found = self.made[value] = self.earlier.waiting(value, kept or self.earlier.made[value].layout)
         self.saved[found.name] = found
-        self.versions[(value, kept)] = found
+        self.versions[(value, found.layout)] = found
 
     def _from_earlier(self, value: str) -> bool:
         """True if the forward made the value, and it isn't at hand here anyway as parameters are."""
@@ -144,14 +146,21 @@ class Scope:
     def _saved(self, value: str, layout: Layout) -> Local:
         """Ask the forward for `layout` if it has it, else for the made version."""
         assert self.earlier is not None
-        if value not in self.earlier.made:
-            raise CompilerError(f"{value} is read before it is made")
-        found = self.earlier.versions.get((value, layout))
-        if found is None:
-            found = self.made[value] = self.earlier.made[value]
+        found = self.earlier.waiting(value, layout)
+        if found.layout != layout:
+            self.made[value] = found
         self.saved[found.name] = found
         self.versions[(value, found.layout)] = found
         return found
+
+    def waiting(self, value: str, layout: Layout) -> Local:
+        """What a function after this one finds of a value: `layout` where that is here, else as it was made or kept."""
+        found = self.versions.get((value, layout)) or self.made.get(value)
+        if found is not None:
+            return found
+        if self.earlier is None:
+            raise CompilerError(f"{value} is read before it is made")
+        return self._saved(value, self.later.get(value) or layout)
 
 
 def conversion(before: Local, after: Local, names: Names, place: Place) -> Convert:

@@ -19,6 +19,11 @@ def saved_name(key: str) -> str:
     return f"{stem(key)}_saved"
 
 
+def waiting_name(key: str) -> str:
+    """The list of what the first half of each instance's backward leaves to the second."""
+    return f"{stem(key)}_waiting"
+
+
 def rows_name(key: str) -> str:
     """The table of the parameters' positions."""
     return f"{stem(key)}_PARAMETERS"

@@ -18,7 +18,7 @@ from autopar.cost_model.wiring import SlotKind, stays
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph, InputKind, TensorMeta, tensor_keys
 from autopar.ir.layout import Kind, Layout, local_shape
-from autopar.ir.options import TOKEN_AXES, Options
+from autopar.ir.options import COMPUTE_DTYPE, TOKEN_AXES, Options
 from autopar.ir.plan import (
     AGAIN,
     Plan,
@@ -47,7 +47,6 @@ from autopar.ops.experts import EXCHANGE, OWN
 
 LARGEST = 12
 """How many of what holds the most memory a plan names."""
-FLOPS_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 
 
 def make_plan(
@@ -293,7 +292,7 @@ def _conversions(captured: CapturedGraph, priced: Priced, choice: tuple[int, ...
                         graph=graph, value=name, before=str(before), after=str(after),
                         steps=[str(s) for s in steps],
                         count=(1 if graph == "top" else counts.get(graph, 1)) * runs, us=each,
-                        where=places.name(graph, name), steps_us=parts,
+                        where=places.name(graph, name), steps_us=parts, dtype=wire.meta.dtype,
                     )
                 )  # fmt: skip
     return found
@@ -341,6 +340,7 @@ def parameters_of(
             bytes_per_device=numel * item,
             optimizer_bytes_per_device=numel * options.optimizer_bytes_per_parameter if info.requires_grad else 0,
             role=_role(layout, slot, priced, picks),
+            dtype=info.meta.dtype,
         )
     return found
 
@@ -438,7 +438,7 @@ def _prediction(
         if again:
             spent["recompute"] += again
     step = solution.objective_us
-    peak = min(g.device.peak_flops.get(FLOPS_DTYPE[options.precision], 0.0) for g in cluster.groups)
+    peak = min(g.device.peak_flops.get(COMPUTE_DTYPE[options.precision], 0.0) for g in cluster.groups)
     available = peak * cluster.devices * step / 1e6
     return PlanPrediction(
         step_time_us=step,

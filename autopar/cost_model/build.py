@@ -102,7 +102,7 @@ def build_problem(
         node_costs(i, slot, picks, context) for i, (slot, picks) in enumerate(zip(wiring.slots, choices, strict=True))
     ]
     values, layouts = [], []
-    waiting = waiting_sums(wiring, choices)
+    waiting = waiting_sums(wiring, choices) if options.reduce_dtype == "stored" else frozenset[int]()
     chosen = load is not None or RECOMPUTE in options.allow
     part = _later(wiring, choices, priced, context) if chosen else LaterPart()
     held = _held(wiring, choices, part, context) if load else HeldPart()

@@ -14,6 +14,7 @@ from autopar.cost_model.collectives import step_bytes
 from autopar.cost_model.context import Prices
 from autopar.cost_model.op_kind import op_kind
 from autopar.errors import PlanError
+from autopar.ir.ends import before_blocks
 from autopar.ir.graph import CapturedGraph, Node, Phase, TensorMeta
 from autopar.ir.layout import Layout, local_shape, parse_layout
 from autopar.ir.plan import Plan
@@ -33,8 +34,27 @@ def replay(captured: CapturedGraph, program: Program, plan: Plan, prices: Prices
     return StageWork(
         forward=replayed.function(program.function(top, Phase.FORWARD)),
         backward=replayed.function(program.function(top, Phase.BACKWARD)),
-        end=_chain(_updates(captured, program, prices, state_bytes)),
+        end=chain(_updates(captured, program, prices, state_bytes)),
     )
+
+
+def replay_part(captured: CapturedGraph, program: Program, plan: Plan, prices: Prices) -> StageWork:
+    """The work of one part of a plan with stages, one micro-batch of it, on its program's own mesh."""
+    replayed = _Replay(captured, program, plan, prices)
+    top = captured.top.name
+    backward = replayed.function(program.function(top, Phase.BACKWARD))
+    late = replayed.function(program.function(top, Phase.BACKWARD, weights=True)) if program.halves else ()
+    return StageWork(
+        forward=replayed.function(program.function(top, Phase.FORWARD)), backward=backward, backward_input=backward,
+        backward_weight=late,
+    )  # fmt: skip
+
+
+def replay_once(captured: CapturedGraph, program: Program, plan: Plan, prices: Prices, times: int = 1) -> Tasks:
+    """A program without a backward, that a step runs so many times."""
+    found = _Replay(captured, program, plan, prices)
+    whole = next(f for f in program.functions if not f.block and f.phase is Phase.FORWARD)
+    return chain(Section(name=program.model_name, tasks=found.function(whole)) for _ in range(times))
 
 
 def _updates(captured: CapturedGraph, program: Program, prices: Prices, state_bytes: int) -> Iterator[Task]:
@@ -47,8 +67,8 @@ def _updates(captured: CapturedGraph, program: Program, prices: Prices, state_by
             yield Task(name=parameter.name, kind="optimizer", us=us, bytes=piece.nbytes)
 
 
-def _chain(tasks: Iterable[Task | Section]) -> Tasks:
-    """Each task waits for the one before."""
+def chain(tasks: Iterable[Task | Section]) -> Tasks:
+    """Tasks of which each waits for the one before."""
     found: list[Task | Section] = []
     for task in tasks:
         if isinstance(task, Task) and found:
@@ -68,9 +88,12 @@ class _Replay:
     lists: dict[str, Tasks] = field(default_factory=dict)
     nodes: dict[str, dict[str, Node]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.before = before_blocks(self.captured.top.nodes)
+
     def function(self, function: Function) -> Tasks:
         """The list of one function."""
-        return _chain(self._steps(function))
+        return chain(self._steps(function))
 
     def _steps(self, function: Function) -> Iterator[Task | Section]:
         for step in function.steps:
@@ -92,17 +115,21 @@ class _Replay:
 
     def _block(self, step: CallBlock) -> Tasks:
         if step.function not in self.lists:
-            self.lists[step.function] = self.function(self.program.function(step.block, step.phase))
+            callee = self.program.function(step.block, step.phase, step.weights)
+            self.lists[step.function] = self.function(callee)
         return self.lists[step.function]
 
     def _compute(self, graph: str, step: Compute) -> Iterator[Task]:
         node = self._node(graph, step.place.key)
         strategy = self._strategy(graph, node)
-        metas = self.program.metas[graph]
-        inputs = tuple(self._piece(metas[ref], layout) for ref, layout in zip(node.refs, strategy.inputs, strict=True))
+        inputs = tuple(local.meta for local in step.inputs)
         outputs = tuple(
-            None if out is None or layout is None else self._piece(out.meta, layout)
-            for out, layout in zip(node.outputs, strategy.outputs, strict=True)
+            None
+            if out is None or layout is None
+            else local.meta
+            if local is not None
+            else self._piece(out.meta, layout)
+            for out, layout, local in zip(node.outputs, strategy.outputs, step.outputs, strict=True)
         )
         us, inner_us = self.prices.op_us(node, strategy, inputs, outputs)
         name = f"{node.module_path} {node.op}".strip()
@@ -133,12 +160,18 @@ class _Replay:
 
     def _node(self, graph: str, key: str) -> Node:
         if graph not in self.nodes:
-            found = next(g for g in self.captured.graphs if g.name == graph)
+            found = next(g for g in self.captured.graphs if g.name == graph.partition("#")[0])
             self.nodes[graph] = {n.key: n for n in found.nodes}
         return self.nodes[graph][key]
 
+    def _way(self, graph: str, node: Node) -> str:
+        """Which of a plan's ways says how a node runs."""
+        if graph != self.captured.top.name or not self.plan.ends:
+            return graph
+        return self.plan.ends["first" if node.name in self.before else "last"]
+
     def _strategy(self, graph: str, node: Node) -> Strategy:
-        text = self.plan.strategies.get(graph, {}).get(node.key)
+        text = self.plan.strategies.get(self._way(graph, node), {}).get(node.key)
         if text is None:
             raise PlanError(
                 f"plan for {self.plan.model.name}: no strategy for {node.key} of graph {graph}; search again"

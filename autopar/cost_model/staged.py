@@ -9,7 +9,7 @@ from functools import cached_property
 
 import msgspec
 
-from autopar.cost_model.answer import FLOPS_DTYPE, Written, common_path, parameters_of, tokens, whole_plan, written
+from autopar.cost_model.answer import Written, common_path, parameters_of, tokens, whole_plan, written
 from autopar.cost_model.build import Priced
 from autopar.cost_model.context import Prices
 from autopar.cost_model.ends import FIRST, LAST
@@ -18,10 +18,11 @@ from autopar.cost_model.wiring import SlotKind
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.graph import CapturedGraph, InputKind
 from autopar.ir.layout import Kind, Layout
-from autopar.ir.options import TOKEN_AXES, Options
+from autopar.ir.options import COMPUTE_DTYPE, TOKEN_AXES, Options
 from autopar.ir.parts import Amount, Choice, PartedProblem, Sums, WholeSolution
 from autopar.ir.places import place_nodes
 from autopar.ir.plan import (
+    ACCUMULATE,
     Plan,
     PlanParameter,
     PlanPrediction,
@@ -160,8 +161,10 @@ def _in_their_ways(
 
 
 def _schedule(problem: StageProblem) -> str:
+    if problem.schedule:
+        return problem.schedule
     if len(problem.stages) == 1:
-        return "accumulate" if problem.micro_batches > 1 else "none"
+        return ACCUMULATE if problem.micro_batches > 1 else "none"
     return "interleaved" if problem.chunks > 1 else "1f1b"
 
 
@@ -271,7 +274,7 @@ def _predicted(cut: Cut, cluster: ClusterSpec, options: Options, model_flops: fl
     spent["between stages"] = problem.micro_batches * problem.exposed_us(slowest)
     spent["bubble"] = max(0.0, step - sum(spent.values()))
     memory = _memory(cut, fullest)
-    peak = sum(g.count * g.device.peak_flops.get(FLOPS_DTYPE[options.precision], 0.0) for g in cluster.groups)
+    peak = sum(g.count * g.device.peak_flops.get(COMPUTE_DTYPE[options.precision], 0.0) for g in cluster.groups)
     available = peak * step / 1e6
     return PlanPrediction(
         step_time_us=step,

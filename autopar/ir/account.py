@@ -63,10 +63,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def save(self, path: str | Path) -> None:
         """As JSON."""
-        try:
-            Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
-        except OSError as error:
-            raise UserError(f"report: {path} cannot be written ({error.strerror})") from None
+        _write(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> RunReport:
@@ -110,6 +107,50 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.timed_us:
             lines.append(f"rows are of steps with the timer on: {self.timed_us / 1e3:.3f} ms each")
         return "\n".join(lines)
+
+
+class StageRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a stage does in a step: all calls of one action ("F0": forward of chunk 0, "B0", "I0", "W0"), "before" and
+    "after" them, what it "waits" for other stages, and the whole "step" but for the optimizer."""
+
+    stage: int
+    what: str
+    calls: int
+    predicted_us: float
+    measured_us: float
+
+
+class StagesReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Predicted against measured of a plan with stages or micro-batches: medians over `steps` steps."""
+
+    model: str
+    cluster: str
+    ranks: int
+    rank: int
+    schedule: str
+    steps: int
+    rows: tuple[StageRow, ...]
+
+    def save(self, path: str | Path) -> None:
+        """As JSON."""
+        _write(self, path)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model} on {self.cluster}, {self.ranks} ranks, median of {self.steps} steps: {self.schedule}",
+            _line("", "calls", "predicted ms", "measured ms", "measured/predicted"),
+        ]
+        for row in self.rows:
+            calls = str(row.calls) if row.what[1:].isdigit() else ""
+            lines.append(_figures(f"stage {row.stage} {row.what}", calls, row.predicted_us, row.measured_us))
+        return "\n".join(lines)
+
+
+def _write(record: msgspec.Struct, path: str | Path) -> None:
+    try:
+        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    except OSError as error:
+        raise UserError(f"report: {path} cannot be written ({error.strerror})") from None
 
 
 def _figures(what: str, calls: str, predicted: float, measured: float) -> str:

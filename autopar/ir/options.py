@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
+
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+COMPUTE_DTYPE: Mapping[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+"""What ops on parameters and activations compute in."""
+HALF = ("bf16", "fp16")
+"""Precisions whose parameters are stored in a wider type, float32 unless the model's own is wider: master weights."""
 
 AXES = ("dp", "cp", "ep", "tp")
 """Mesh axes that this version searches, slowest first. `free` may be pinned too: an axis with no role."""
@@ -16,6 +22,8 @@ DEGREE_NAMES = {"data": "dp", "context": "cp", "expert": "ep", "tensor": "tp", "
 OFFLOAD = "offload"
 STAGES = "stages"
 """A pin of what every pipeline stage holds."""
+SCHEDULES = ("1f1b", "interleaved", "zb-h1")
+"""Of pipeline stages, those that are searched."""
 RECOMPUTE = "recompute"
 """In `Options.allow`: forward tensors may be made again in the backward instead of waiting for it."""
 
@@ -35,13 +43,18 @@ class Options:
             second and later ones start with ("model.layers.12,model.layers.23"). A layout pin that names a part of what
             another one names is an exception of it.
         search_space: allowed degrees by name ("data", "tensor", "context", "expert", "pipeline").
-        precision: "fp32", "bf16" (bf16 compute, fp32 stored parameters, gradients and optimizer state) or "fp64".
+        precision: "fp32", "fp64", or "bf16" or "fp16": compute in these, with parameters, gradients and optimizer state
+            in fp32 (docs/precision.md).
+        reduce_dtype: of gradients' sums over ranks, in half precision. "stored": that of the parameter; "compute": one
+            that is made in half precision may be added up in it, at half the bytes.
         optimizer_bytes_per_parameter: state that the optimizer keeps (AdamW in fp32: 8).
         allow: "recompute": forward tensors may be made again in the backward instead of kept, where memory binds; ()
             forbids that and keeps all.
-        stages: search pipeline stages and micro-batches too. So do a pin of `pp`, degrees of "pipeline" above 1, and
-            `micro_batches`.
+        stages: search pipeline stages and micro-batches too. So do a pin of `pp`, degrees of "pipeline" above 1,
+            `schedules` and `micro_batches`.
         micro_batches: of a step, on every rank; None lets the search choose where it searches stages.
+        schedules: of pipeline stages, those that may be; () for "1f1b" and "interleaved". The other one is "zb-h1",
+            whose backwards are in halves (docs/pipelines.md).
         seed: of the compiled module's random ops, the same on every rank; torch.manual_seed doesn't reach them
             (docs/randomness.md).
         differentiable: "losses" (scalar outputs if there are any, else all) or "all".
@@ -61,7 +74,9 @@ class Options:
     search_space: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     stages: bool = False
     micro_batches: int | None = None
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    schedules: tuple[str, ...] = ()
+    precision: Precision = "fp32"
+    reduce_dtype: Literal["stored", "compute"] = "stored"
     optimizer_bytes_per_parameter: int = 8
     differentiable: Literal["losses", "all"] = "losses"
     allow: tuple[str, ...] = (RECOMPUTE,)
@@ -73,8 +88,10 @@ class Options:
     dump_dir: str | None = None
 
     def __post_init__(self) -> None:
-        if self.precision not in ("fp32", "bf16", "fp64"):
-            raise ValueError(f"precision {self.precision!r}: wanted fp32, bf16 or fp64")
+        if self.precision not in get_args(Precision):
+            raise ValueError(f"precision {self.precision!r}: wanted fp32, bf16, fp16 or fp64")
+        if self.reduce_dtype not in ("stored", "compute"):
+            raise ValueError(f"reduce_dtype {self.reduce_dtype!r}: wanted stored or compute")
         if self.objective not in ("time", "memory", "cost"):
             raise ValueError(f"objective {self.objective!r}: wanted time, memory or cost")
         if self.memory_slack is not None and not 0 <= self.memory_slack < math.inf:
@@ -87,6 +104,8 @@ class Options:
             raise ValueError(f"gap {self.gap}: wanted a part of the step time, 0 or more and below 1")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed {self.seed!r}: wanted a whole number of 64 bits")
+        if set(self.schedules) - set(SCHEDULES):
+            raise ValueError(f"schedules {sorted(self.schedules)}: wanted names among {', '.join(SCHEDULES)}")
         unknown = set(self.search_space) - set(DEGREE_NAMES)
         if unknown:
             raise ValueError(f"search_space {sorted(unknown)}: wanted names among {sorted(DEGREE_NAMES)}")
@@ -97,6 +116,7 @@ class Options:
         wide = any(n > 1 for n in self.search_space.get("pipeline", ()))
         return (
             self.stages
+            or bool(self.schedules)
             or STAGES in self.pins
             or wide
             or (self.micro_batches or 1) > 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from autopar.ir.problem import Problem, conversions
-from autopar.ir.stages import Column, Run, Stage, StageProblem, StageSolution, in_flight
+from autopar.ir.stages import Column, Halves, Run, Stage, StageProblem, StageSolution, in_flight, ramp_of
 
 Choice = tuple[int, ...]
 """A strategy for every node."""
@@ -163,6 +163,7 @@ class Frame:
         stages: their devices; what is in flight on them follows from the schedule.
         latency_us, bytes_per_us: of the link from one stage to the next.
         cuts: [stage][run]: what each stage holds, if that is decided.
+        schedule: one with backwards in `halves`; "" and None: 1F1B, or interleaved with several chunks.
     """
 
     stages: tuple[Stage, ...]
@@ -170,14 +171,17 @@ class Frame:
     latency_us: float = 0.0
     bytes_per_us: float = math.inf
     cuts: tuple[tuple[int, ...], ...] | None = None
+    schedule: str = ""
+    halves: Halves | None = None
 
     def problem(
         self, parted: PartedProblem, runs: tuple[Run, ...], chunks: int, passed_bytes: float = 0.0
     ) -> StageProblem:
-        """The assignment of these runs, under 1F1B or, with several `chunks` on a stage, its interleaved form."""
+        """The assignment of these runs, under the schedule or, with several `chunks` on a stage, interleaved."""
         count = len(self.stages)
-        schedule = "interleaved" if chunks > 1 else "1f1b"
-        flying = in_flight(schedule, stages=count, micro_batches=self.micro_batches, chunks=chunks)
+        schedule = self.schedule or ("interleaved" if chunks > 1 else "1f1b")
+        waiting = self.halves.waiting if self.halves is not None else 1.0
+        flying = in_flight(schedule, stages=count, micro_batches=self.micro_batches, chunks=chunks, waiting=waiting)
         return StageProblem(
             name=parted.problem.name,
             runs=runs,
@@ -190,6 +194,8 @@ class Frame:
             boundary_hidden=False,
             chunks=chunks,
             cuts=self.cuts if count > 1 else None,
+            ramp=ramp_of(self.halves) if self.halves is not None else None,
+            schedule=self.schedule,
         )
 
 

@@ -11,7 +11,7 @@ import msgspec
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.mesh import Axis, Mesh
-from autopar.ir.options import Options
+from autopar.ir.options import Options, Precision
 
 FORMAT = "autopar-plan"
 VERSION = 1
@@ -88,7 +88,8 @@ class PlanStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class PlanParameter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`layout` prints as `dp:S(0) tp:R`. `role` says it in words: replicated, column, row, ZeRO-3, ..."""
+    """`layout` prints as `dp:S(0) tp:R`. `role` says it in words: replicated, column, row, ZeRO-3, ... `dtype`: that it
+    is stored, and updated, in ("": an older plan doesn't say)."""
 
     stage: int
     layout: str
@@ -96,6 +97,7 @@ class PlanParameter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     optimizer_bytes_per_device: int
     offload: Literal["none", "host", "nvme"] = "none"
     role: str = ""
+    dtype: str = ""
 
 
 class PlanStrategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,7 +114,7 @@ class PlanReshard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One priced conversion: `value` in graph `graph` from one layout to another, `count` times a step, `us` each.
 
     `steps_us`: of each of `steps`. `where` says for people which tensor that is: a parameter, or the module and op that
-    make it.
+    make it. `dtype`: that the steps send, and add up, in ("": an older plan doesn't say).
     """
 
     graph: str
@@ -124,6 +126,7 @@ class PlanReshard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     us: float
     where: str = ""
     steps_us: list[float] = []
+    dtype: str = ""
 
 
 class PlanPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -193,7 +196,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ends: dict[str, str] = {}
     held: dict[str, dict[str, str]] = {}
     pins: dict[str, str] = {}
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    precision: Precision = "fp32"
     request: PlanRequest | None = None
 
     def to_json(self) -> bytes:
@@ -239,9 +242,13 @@ STAGE = "pp"
 """The axis of pipeline stages in the mesh of all ranks."""
 
 
+ACCUMULATE = "accumulate"
+"""The schedule of micro-batches on one stage; of a plan that was made for other inputs, there may be one."""
+
+
 def is_staged(plan: Plan) -> bool:
     """True of a plan with pipeline stages or micro-batches."""
-    return plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1
+    return plan.mesh.pipeline > 1 or plan.schedule.micro_batches > 1 or plan.schedule.name == ACCUMULATE
 
 
 def all_ranks(plan: Plan) -> Mesh:

@@ -126,6 +126,7 @@ class CallBlock:
         wants: layout that the block asks of each of `inputs`.
         outputs: forward, the OUTPUT outputs; backward, the gradients of non-parameters. None: nothing there, or unread.
         gradients: backward, the gradients of parameters, None where none.
+        weights: the second half of a backward: of `gradients`; the first gives `outputs` alone.
     """
 
     block: str
@@ -138,6 +139,7 @@ class CallBlock:
     outputs: tuple[Local | None, ...]
     gradients: tuple[Local | None, ...]
     place: Place
+    weights: bool = False
 
     def __str__(self) -> str:
         outs = ", ".join("_" if o is None else str(o) for o in (*self.outputs, *self.gradients))
@@ -160,6 +162,8 @@ class Function:
         outputs: forward, the OUTPUT outputs; backward, the gradients of non-parameters.
         updates: forward of the top graph, new values of buffers.
         gradients: backward, one per parameter, None where none.
+        weights: the second half of a backward in halves: it gives what the first doesn't need for its outputs.
+        waits: of the first half, what it leaves to the second, whose `saved` that is.
     """
 
     name: str
@@ -176,6 +180,13 @@ class Function:
     outputs: tuple[Local | None, ...] = ()
     updates: tuple[Local, ...] = ()
     gradients: tuple[Local | None, ...] = ()
+    weights: bool = False
+    waits: tuple[Local, ...] = ()
+
+    @property
+    def left(self) -> tuple[Local, ...]:
+        """What the function after it takes over."""
+        return self.saved if self.phase is Phase.FORWARD else self.waits
 
     def converts(self) -> Iterator[Convert]:
         """The conversions in order."""
@@ -183,7 +194,7 @@ class Function:
 
     def __str__(self) -> str:
         lines = [f"function {self.name}"]
-        for kind in ("parameters", "buffers", "constants", "inputs", "tangents", "saved"):
+        for kind in ("parameters", "buffers", "constants", "inputs", "tangents", "saved", "waits"):
             lines += [f"  {kind} {local}" for local in getattr(self, kind)]
         lines += [f"  {step}" for step in self.steps]
         for kind in ("outputs", "updates", "gradients"):
@@ -205,6 +216,7 @@ class Program:
             `differentiated`: inputs whose gradients the backward gives, whole, after those of the parameters.
         metas: graph name -> value name -> global meta.
         sums: gradients leave as their sums over micro-batches stay, not as parameters are stored.
+        halves: backwards are in two halves, gradients of inputs and, later, those of parameters.
     """
 
     model_name: str
@@ -223,10 +235,11 @@ class Program:
     differentiated: tuple[str, ...] = ()
     metas: Mapping[str, Mapping[str, TensorMeta]]
     sums: bool = False
+    halves: bool = False
 
-    def function(self, graph: str, phase: Phase) -> Function:
-        """The function of one graph and phase."""
-        return next(f for f in self.functions if f.graph == graph and f.phase is phase)
+    def function(self, graph: str, phase: Phase, weights: bool = False) -> Function:
+        """The function of one graph and phase; `weights`: the second half of its backward."""
+        return next(f for f in self.functions if f.graph == graph and f.phase is phase and f.weights is weights)
 
     def __str__(self) -> str:
         head = f"program {self.model_name} on {self.mesh}"

@@ -47,6 +47,11 @@ def build_schedule(name: str, *, stages: int = 1, micro_batches: int = 1, chunks
     )
 
 
+def in_halves(name: str) -> bool:
+    """True of a schedule that runs gradients of inputs and of weights apart."""
+    return name in V_SHAPED or name.startswith("zb-")
+
+
 def schedule_names() -> tuple[str, ...]:
     """Names that `build_schedule` knows."""
     return tuple(_BUILDERS)

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from autopar.ir.graph import Phase, TensorMeta
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
+from autopar.ir.plan import ACCUMULATE
 from autopar.ir.program import Program, Source
+from autopar.ir.schedule import Schedule
+from autopar.ir.schedules import build_schedule
 
 MICRO = "mb"
 """The axis of micro-batches."""
@@ -123,6 +126,12 @@ class StagedProgram:
     def __str__(self) -> str:
         head = f"program {self.model_name}: {len(self.parts)} parts on {self.stages} stages of {self.mesh}"
         return "\n".join([head, *map(str, self.passed), *map(str, self.parts), f"at the end\n{self.last}"])
+
+
+def schedule_of(program: StagedProgram) -> Schedule:
+    """The order in which its stages run."""
+    name = "none" if program.schedule == ACCUMULATE else program.schedule
+    return build_schedule(name, stages=program.stages, micro_batches=program.micro_batches, chunks=program.chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

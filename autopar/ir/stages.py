@@ -13,7 +13,9 @@ With m micro-batches and p stages the step takes
 
 - ramp = 1 is (m − 1)·T* + Σ T_s: the slowest stage sets the pace, and the first micro-batch passes all stages, forward
   and backward. It holds for GPipe and 1F1B. An interleaved schedule of v chunks fills and drains v times as fast:
-  m·T* + (p − 1)·T*/v with equal stages (Narayanan et al., arXiv 2104.04473, section 2.2), which is ramp = 1/v.
+  m·T* + (p − 1)·T*/v with equal stages (Narayanan et al., arXiv 2104.04473, section 2.2), which is ramp = 1/v. Where
+  backwards are in halves the second half, a share w of T, fills waits: with equal stages zb-h1 takes m·T* +
+  (p − 1)·(1 − 2·w)·T* (arXiv 2401.10241, table 1), which is ramp = 1 − 2·w.
 - Filling and draining wait for each boundary once in each direction. If transfers can't hide behind computation
   (`boundary_hidden` false) a stage also pays for its own at the pace: x_s = boundary for each of its sides, else 0.
 - finish_s = speed_s · Σ n·finish: what a stage does once a step after its last backward, with nothing to hide behind.
@@ -124,6 +126,7 @@ class StageProblem:
             parts s, p + s, 2·p + s, …; columns are still free.
         cuts: [stage][run]: the instances that each stage holds, if that is decided; with one chunk only.
         ramp: see the module; 0 (no bubble) to 1. None: 1 / chunks.
+        schedule: its name; "": 1F1B, or interleaved with several chunks.
     """
 
     name: str
@@ -135,6 +138,7 @@ class StageProblem:
     chunks: int = 1
     cuts: tuple[tuple[int, ...], ...] | None = None
     ramp: float | None = None
+    schedule: str = ""
     objective: StageObjective = StageObjective.STEP
 
     def __post_init__(self) -> None:
@@ -353,8 +357,30 @@ def fixed_cuts(problem: StageProblem) -> tuple[tuple[int, ...], ...] | None:
     return device_cuts(problem) if problem.chunks > 1 else problem.cuts
 
 
-def in_flight(schedule: str, *, stages: int, micro_batches: int, chunks: int = 1) -> tuple[float, ...]:
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """What the second halves of backwards are of the whole, as shares.
+
+    Attributes:
+        late: of a micro-batch's time.
+        waiting: of what waits from the forward to the backward, what waits between the halves.
+    """
+
+    late: float
+    waiting: float
+
+
+def ramp_of(halves: Halves) -> float:
+    """`StageProblem.ramp` of zb-h1."""
+    return max(0.0, 1 - 2 * halves.late)
+
+
+def in_flight(
+    schedule: str, *, stages: int, micro_batches: int, chunks: int = 1, waiting: float = 1.0
+) -> tuple[float, ...]:
     """Of each stage, the micro-batches whose saved tensors it holds at most under a schedule of `ir.schedules`.
+
+    `waiting`: see `Halves`; stage s has s micro-batches (zb-h2: twice as many) between the halves.
 
     A chunk of an interleaved stage is 1/v of it: 2·(p − 1 − s) + (v − 1)·p + 1 chunks in flight on stage s are
     that many v-ths (arXiv 2104.04473; p·(1 + (p − 1)/(p·v)) on the first stage), as if a stage's chunks were equal.
@@ -369,9 +395,15 @@ def in_flight(schedule: str, *, stages: int, micro_batches: int, chunks: int = 1
             group = -(-m // max(1, m // p))  # the first group of micro-batches: p, or more where m is no multiple
             held = [2 * (p - 1 - s) + (v - 1) * group + 1 for s in range(p)]
         case "zb-h1":
-            held = [p] * p
+            return tuple(_of_halves(m, p - s, s, waiting) for s in range(p))
         case "zb-h2":
-            held = [2 * p - 1] * p
+            return tuple(_of_halves(m, 2 * (p - s) - 1, 2 * s, waiting) for s in range(p))
         case _:
             raise ValueError(f"schedule {schedule!r}: no count of micro-batches in flight")
     return tuple(min(n, m * v) / v for n in held)
+
+
+def _of_halves(micro_batches: int, whole: int, half: int, waiting: float) -> float:
+    """So many before the first half, and between the halves, as if all waited for the first."""
+    whole = min(whole, micro_batches)
+    return whole + min(half, micro_batches - whole) * waiting

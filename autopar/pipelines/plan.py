@@ -68,7 +68,8 @@ def _nothing_fits(task: Task, found: Found, progress: Progress) -> InfeasibleErr
         small.setdefault((trial.load.stages, trial.mesh), trial)
     for i, trial in enumerate(small.values()):
         progress(f"nothing fits: the least memory of {trial}", i / len(small))
-        problem = with_memory(problem_of(task, trial).parted, frame_of(task, trial))
+        own = problem_of(task, trial)
+        problem = with_memory(own.parted, frame_of(task, trial, own))
         needs = minimise_memory(problem)
         if needs is not None:
             least.append((needs.needed_bytes, i, problem, needs, trial))

@@ -8,11 +8,13 @@ from functools import cached_property
 from autopar import sharding
 from autopar.candidates import Task
 from autopar.cost_model.build import Priced, build_problem, context_of
+from autopar.cost_model.halves import halves_of
 from autopar.cost_model.pipeline import block_runs, parted, stages_of
 from autopar.cost_model.prices import MeshPrices
 from autopar.cost_model.reprice import Repricer
+from autopar.ir.graph import CapturedGraph
 from autopar.ir.parts import Frame, PartedProblem
-from autopar.ir.stages import cut_in_order
+from autopar.ir.stages import Halves, cut_in_order
 from autopar.ir.strategy import StrategyTable
 from autopar.pipelines.trials import Trial
 from autopar.sharding import stage_blocks
@@ -22,6 +24,7 @@ from autopar.sharding import stage_blocks
 class TrialProblem:
     """A trial's problem, as numbers, in parts, and the table that it was made from."""
 
+    captured: CapturedGraph
     priced: Priced
     parted: PartedProblem
     table: StrategyTable
@@ -30,6 +33,11 @@ class TrialProblem:
     def repricer(self) -> Repricer:
         """For problems of trials alike."""
         return Repricer(self.priced)
+
+    @cached_property
+    def halves(self) -> Halves:
+        """What backwards in halves would be of it."""
+        return halves_of(self.captured, self.priced)
 
 
 def problem_of(task: Task, trial: Trial, alike: TrialProblem | None = None) -> TrialProblem:
@@ -51,15 +59,16 @@ def problem_of(task: Task, trial: Trial, alike: TrialProblem | None = None) -> T
             task.captured, task.wiring, table, prices, task.options, load=trial.load, mesh=trial.mesh, once_prices=once
         )
         priced = alike.repricer.on(context, trial.load)
-    return TrialProblem(priced, parted(task.captured, priced, task.ends), table)
+    return TrialProblem(task.captured, priced, parted(task.captured, priced, task.ends), table)
 
 
-def frame_of(task: Task, trial: Trial) -> Frame:
-    """The devices of a trial's stages and the link between them."""
+def frame_of(task: Task, trial: Trial, problem: TrialProblem) -> Frame:
+    """The devices of a trial's stages and the link between them. `problem`: of the trial, or of one of its kind."""
     level = task.cluster.levels[task.cluster.level_of(trial.load.stages, trial.mesh.size)]
     return Frame(
         stages=stages_of(task.cluster, trial.load.stages, task.limit_bytes), micro_batches=trial.load.micro_batches,
         latency_us=level.latency_us, bytes_per_us=level.bytes_per_us, cuts=_cuts(task),
+        schedule=trial.schedule, halves=problem.halves if trial.schedule else None,
     )  # fmt: skip
 
 

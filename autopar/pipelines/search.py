@@ -47,7 +47,7 @@ class Kind:
     def least_us(self, task: Task, trial: Trial) -> float:
         """No plan of the trial takes less."""
         fewer = trial.rows / self.rows
-        frame, passed = frame_of(task, trial), self.parts.least_passed() * fewer
+        frame, passed = frame_of(task, trial, self.problem), self.parts.least_passed() * fewer
         bounds = [self.free.scaled(fewer)]
         return min(least_of(self.parts.parted, frame, v, bounds, passed) for v in chunks_of(task, trial))
 
@@ -150,7 +150,8 @@ class Kinds:
         kind = self.of(trial)
         problem = problem_of(self.task, trial, kind.problem)
         parts = self.models.of(problem.parted)
-        return problem.priced, WholeSearch(parts, frame_of(self.task, trial), chunks_of(self.task, trial), [kind.free])
+        frame = frame_of(self.task, trial, problem)
+        return problem.priced, WholeSearch(parts, frame, chunks_of(self.task, trial), [kind.free])
 
 
 class Search:

@@ -21,6 +21,7 @@ from autopar.ir.graph import InputKind
 from autopar.ir.load import Load
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import STAGES, Options
+from autopar.ir.schedules import in_halves
 from autopar.sharding import expert_count, stage_blocks
 
 LARGEST_MICRO_BATCH = 16
@@ -37,11 +38,13 @@ KindKey = tuple[int, int, int, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One way to spread the step. `mesh`: of a stage; `rows`: of one micro-batch on one rank."""
+    """One way to spread the step. `mesh`: of a stage; `rows`: of one micro-batch on one rank; `schedule`: one with
+    backwards in halves, "" for 1F1B and its interleaved form."""
 
     load: Load
     mesh: Mesh
     rows: int
+    schedule: str = ""
 
     @property
     def tensor(self) -> int:
@@ -75,7 +78,7 @@ class Trial:
         return (self.load.stages, self.tensor, self.experts, self.rows)
 
     def __str__(self) -> str:
-        return f"{self.load}, {self.mesh}"
+        return f"{self.load}, {self.mesh}" + (f", {self.schedule}" if self.schedule else "")
 
 
 Pins = Mapping[str, int]
@@ -96,7 +99,8 @@ def trials(task: Task) -> tuple[Trial, ...]:
             raise UserError(f"axis {axis} is not searched with pipeline stages or micro-batches: leave it out")
     check_pins(pins, allowed, task.cluster)
     _check_stages(task, pins, allowed)
-    found = tuple(t for p in _stage_counts(task, pins, allowed) for t in _of_stages(task, p, pins, allowed))
+    every = (t for p in _stage_counts(task, pins, allowed) for t in _of_stages(task, p, pins, allowed))
+    found = tuple(t for t in every if chunks_of(task, t))
     if not found:
         raise UserError(_no_trial(task))
     check_axes((t.mesh for t in found), task.options, task.cluster)
@@ -126,6 +130,7 @@ def _no_trial(task: Task) -> str:
     asked = [f"{k}={v}" for k, v in options.pins.items()]
     asked += [f"{name} in {list(sizes)}" for name, sizes in options.search_space.items()]
     asked += [f"{options.micro_batches} micro-batches"] if options.micro_batches else []
+    asked += [f"schedule {' or '.join(options.schedules)}"] if options.schedules else []
     blocks = sum(count for _, count in block_runs(task.captured))
     return (
         f"{', '.join(asked) or 'no limits'}: no stages × data × tensor on {task.cluster.devices} devices of "
@@ -162,7 +167,17 @@ def _of_stages(task: Task, stages: int, pins: Pins, allowed: Allowed) -> Iterato
                 continue
             mesh, share = stage_mesh(data, tensor, task.cluster, experts), batch // data // experts
             for rows in _micro_batch_rows(task.options, share, whole=stages == 1):
-                yield Trial(load=Load(stages=stages, micro_batches=share // rows), mesh=mesh, rows=rows)
+                load = Load(stages=stages, micro_batches=share // rows)
+                for schedule in _schedules(task.options, stages):
+                    yield Trial(load=load, mesh=mesh, rows=rows, schedule=schedule)
+
+
+def _schedules(options: Options, stages: int) -> Iterator[str]:
+    """Of trials: those with backwards in halves are trials of their own, where they are asked for."""
+    if not options.schedules or stages == 1 or {"1f1b", "interleaved"} & set(options.schedules):
+        yield ""
+    if stages > 1:
+        yield from (name for name in options.schedules if in_halves(name))
 
 
 def _expert_degrees(task: Task, ranks: int, tensor: int, pins: Pins, allowed: Allowed) -> tuple[int, ...]:
@@ -200,8 +215,16 @@ def _micro_batch_rows(options: Options, rows: int, *, whole: bool) -> Iterator[i
 def chunks_of(task: Task, trial: Trial) -> tuple[int, ...]:
     """Parts of the model that its stages may hold: of equally many blocks, and with as many micro-batches as stages.
 
-    One where it is pinned what each holds.
+    One where it is pinned what each holds, and where the schedule is not interleaved; none where it must be and can't.
     """
+    asked = task.options.schedules
+    if trial.schedule or trial.load.stages == 1 or (asked and "interleaved" not in asked):
+        return (1,)
+    most = _most_chunks(task, trial)
+    return tuple(v for v in most if v > 1) if asked and "1f1b" not in asked else most
+
+
+def _most_chunks(task: Task, trial: Trial) -> tuple[int, ...]:
     blocks, stages = sum(count for _, count in block_runs(task.captured)), trial.load.stages
     if STAGES in task.options.pins or stages == 1 or blocks % stages or trial.load.micro_batches < stages:
         return (1,)

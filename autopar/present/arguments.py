@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from autopar.errors import PlanError, UserError
-from autopar.ir.options import AXES, DEGREE_NAMES, OFFLOAD, RECOMPUTE, STAGES, Options
+from autopar.ir.options import AXES, DEGREE_NAMES, OFFLOAD, RECOMPUTE, SCHEDULES, STAGES, Options
 from autopar.ir.plan import FORMAT, Plan
 from autopar.present.words import bytes_words
 
@@ -65,19 +65,40 @@ def split_pins(text: str, option: str) -> dict[str, str | int]:
 
 
 def parse_space(space: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """`data=1,2,4` -> {"data": (1, 2, 4)}."""
+    """`data=1,2,4` -> {"data": (1, 2, 4)}. What is said of schedules is left to `parse_schedules`."""
     found = {}
     for text in space:
         name, _, values = text.partition("=")
+        if name == SCHEDULE:
+            continue
         if name not in DEGREE_NAMES:
             near = difflib.get_close_matches(name, DEGREE_NAMES, n=1, cutoff=0.3)
             hint = f"closest: {near[0]}; " if near else ""
-            raise UserError(f"--space {text}: unknown degree {name!r}; {hint}wanted one of {', '.join(DEGREE_NAMES)}")
+            raise UserError(
+                f"--space {text}: unknown degree {name!r}; {hint}wanted one of {', '.join(DEGREE_NAMES)}, {SCHEDULE}"
+            )
         degrees = values.split(",")
         if not all(d.strip().isdigit() and int(d) >= 1 for d in degrees):
             raise UserError(f"--space {text}: wanted whole numbers of 1 or more, such as {name}=1,2,4")
         found[name] = tuple(int(d) for d in degrees)
     return found
+
+
+SCHEDULE = "schedule"
+"""In `--space`: which schedules pipeline stages may have."""
+
+
+def parse_schedules(space: Sequence[str]) -> tuple[str, ...]:
+    """`schedule=1f1b,zb-h1` -> ("1f1b", "zb-h1")."""
+    found: list[str] = []
+    for text in space:
+        name, _, values = text.partition("=")
+        if name == SCHEDULE:
+            asked = [value.strip() for value in values.split(",")]
+            if set(asked) - set(SCHEDULES):
+                raise UserError(f"--space {text}: wanted schedules among {', '.join(SCHEDULES)}")
+            found += asked
+    return tuple(found)
 
 
 def parse_slack(text: str | None, objective: str) -> float | None:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.errors import UserError
+from autopar.ir.options import COMPUTE_DTYPE, HALF
 from autopar.ir.plan import (
     AGAIN,
     Plan,
@@ -26,11 +27,13 @@ from autopar.ir.plan import (
     PlanStage,
     memory_limit_bytes,
 )
+from autopar.ir.reshard import Collective
 from autopar.present.words import bar, bytes_words, count_words, group_name, pattern_of, shorten, time_words
 
 CONVERSIONS_SHOWN = 6
 NOTES_SHOWN = 8
 LARGEST_SHOWN = 4
+SUMS = (Collective.ALL_REDUCE.value, Collective.REDUCE_SCATTER.value)
 SOURCE_SHOWN = 200
 """Characters of the cost source; the plan's JSON has all of it."""
 
@@ -112,6 +115,8 @@ def head_rows(plan: Plan, limit: int | None) -> Iterator[tuple[str, str]]:
     """(what, in words) of a plan at a glance. `limit`: bytes per device."""
     p = plan.predicted
     yield "model", f"{plan.model.name} ({count_words(plan.model.parameters)} parameters), {plan.precision}"
+    if plan.precision in HALF:
+        yield "dtypes", dtype_words(plan)
     if plan.request is not None and plan.request.inputs:
         yield "batch", inputs_words(plan.request.inputs)
     yield "cluster", f"{plan.cluster.name} ({plan.cluster.devices} devices)"
@@ -133,6 +138,21 @@ def head_rows(plan: Plan, limit: int | None) -> Iterator[tuple[str, str]]:
         yield "pins", ", ".join(f"{k}={v}" for k, v in plan.pins.items())
     if asked := asked_words(plan):
         yield "asked", asked
+
+
+def dtype_words(plan: Plan) -> str:
+    """ "bfloat16 ops; float32 parameters and updates; gradients summed in float32"."""
+    stored = list(dict.fromkeys(p.dtype for p in plan.parameters.values() if p.dtype))
+    summed = list(dict.fromkeys(c.dtype for c in plan.conversions if c.dtype and is_gradient_sum(c)))
+    words = [f"{COMPUTE_DTYPE[plan.precision]} ops"]
+    words += [f"{' and '.join(stored)} parameters and updates"] if stored else []
+    words += [f"gradients summed in {' and '.join(summed)}"] if summed else []
+    return "; ".join(words)
+
+
+def is_gradient_sum(c: PlanReshard) -> bool:
+    """True of a conversion that adds up a parameter's gradient over ranks."""
+    return c.where.startswith("gradient of ") and any(step.startswith(SUMS) for step in c.steps)
 
 
 def asked_words(plan: Plan) -> str:

@@ -5,16 +5,21 @@ Two calls with the same `Wanted` run the same program; another one is captured a
 
 from __future__ import annotations
 
+import warnings
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from autopar.ir.graph import CapturedGraph, InputKind
+from autopar.ir.graph import CallSignature, CapturedGraph, InputKind
 from autopar.ir.plan import Plan
 
+PROGRAMS_KEPT = 16
+"""Programs that a module holds; the one that was not called for longest goes first."""
+P = TypeVar("P")
 Leaf = tuple[str, Any, str, bool]
 """Of a tensor (path, shape, dtype, whether its gradient is wanted); else (path, None, type and value, False)."""
 
@@ -93,6 +98,27 @@ def leaves_of(found: Mapping[str, Any], dtype: Any) -> tuple[Leaf, ...]:
         else (path, None, f"{type(x).__qualname__} {x!r}", False)
         for path, x in found.items()
     )
+
+
+def read_call(signature: CallSignature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by path."""
+    if signature.read is not None:
+        found: dict[str, Any] = signature.read(args, kwargs)
+        return found
+    leaves = signature.flatten(args, kwargs)
+    return {leaf.path: x for leaf, x in zip(signature.inputs, leaves, strict=True)}
+
+
+def add_program(programs: OrderedDict[Wanted, P], wanted: Wanted, program: P) -> None:
+    """One more program of a module. Beyond `PROGRAMS_KEPT` the one that was not called for longest goes."""
+    programs[wanted] = program
+    if len(programs) > PROGRAMS_KEPT:
+        gone, _ = programs.popitem(last=False)
+        warnings.warn(
+            f"more than {PROGRAMS_KEPT} kinds of calls: the program for ({gone}) is dropped and will be planned "
+            "again when it is called for; pad inputs to fewer shapes",
+            stacklevel=5,
+        )
 
 
 def captured_leaves(captured: CapturedGraph) -> tuple[Leaf, ...]:

@@ -106,7 +106,7 @@ class CompiledModule(nn.Module):
             if made.dtype != dtype:
                 raise UserError(
                     f"a compiled module keeps its dtypes ({dtype} would become {made.dtype}): convert the plain model "
-                    "before compile, or compile with Options(precision='bf16' or 'fp64')"
+                    "before compile, or compile with Options(precision='bf16', 'fp16' or 'fp64')"
                 )
             if made.device != device:
                 raise UserError(

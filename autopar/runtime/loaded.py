@@ -28,6 +28,7 @@ class Executable:
         exec(compile(source.text, self.filename, "exec"), module.__dict__)
         self._forward: Callable[..., Any] = module.forward
         self._backward: Callable[..., Any] = module.backward
+        self._weights: Callable[..., Any] | None = module.__dict__.get("backward_weights")
         self._names: dict[str, Any] = module.__dict__
         self.axes: tuple[tuple[str, int], ...] = module.AXES
         self.parameters: Mapping[str, str] = module.PARAMETERS
@@ -44,26 +45,34 @@ class Executable:
         self, rt: Communicator, parameters: list[Any], buffers: list[Any], constants: list[Any], inputs: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """(outputs, new values of buffers, saved)."""
-        try:
-            outputs, updates, saved = self._forward(rt, parameters, buffers, constants, inputs)
-        except UserError:
-            raise
-        except Exception as error:
-            raise self._told(error) from error
+        outputs, updates, saved = self._called(self._forward, rt, parameters, buffers, constants, inputs)
         return outputs, updates, saved
 
     def backward(
         self, rt: Communicator, parameters: list[Any], buffers: list[Any], constants: list[Any], saved: list[Any],
         tangents: list[Any],
+    ) -> Any:  # fmt: skip
+        """Gradients of the parameters, then of the inputs in `differentiated`, None where none. Empties `saved`.
+
+        Of a backward in halves: (the latter alone, what `weights` needs).
+        """
+        return self._called(self._backward, rt, parameters, buffers, constants, saved, tangents)
+
+    def weights(
+        self, rt: Communicator, parameters: list[Any], buffers: list[Any], constants: list[Any], saved: list[Any]
     ) -> list[Any]:  # fmt: skip
-        """Gradients of the parameters, then of the inputs in `differentiated`, None where none. Empties `saved`."""
+        """The second half of a backward: what `backward` gives of a whole one, None of what the first gave."""
+        assert self._weights is not None
+        found: list[Any] = self._called(self._weights, rt, parameters, buffers, constants, saved)
+        return found
+
+    def _called(self, function: Callable[..., Any], *args: Any) -> Any:
         try:
-            found: list[Any] = self._backward(rt, parameters, buffers, constants, saved, tangents)
+            return function(*args)
         except UserError:
             raise
         except Exception as error:
             raise self._told(error) from error
-        return found
 
     def _told(self, error: Exception) -> Exception:
         """The error with the innermost emitted line and where it comes from."""

@@ -10,7 +10,6 @@ import copy
 import os
 import sys
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,10 +33,12 @@ from autopar.runtime.calls import (
     Planned,
     Request,
     Wanted,
+    add_program,
     autocast_now,
     captured_leaves,
     leaves_of,
     modes_of,
+    read_call,
     unfrozen,
 )
 from autopar.runtime.certificate import Arguments, certified
@@ -54,8 +55,6 @@ Compiled = tuple[CapturedGraph, Plan, Source]
 
 MEASURE_VARIABLE = "AUTOPAR_MEASURE"
 """Environment: measure so many steps of every module, and print the report."""
-PROGRAMS_KEPT = 16
-"""Programs that a module holds; the one that was not called for longest goes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,11 +341,7 @@ class _State:
             InputError: the call differs from the captured one and there is no way to plan again; says how it differs.
         """
         signature = self.captured.signature
-        if signature.read is None:
-            leaves = signature.flatten(args, kwargs)
-            given = {leaf.path: x for leaf, x in zip(signature.inputs, leaves, strict=True)}
-        else:
-            given = signature.read(args, kwargs)
+        given = read_call(signature, args, kwargs)
         as_captured = signature.as_captured or (lambda dtype: dtype)
         wanted = Wanted(
             modes=modes_of(tuple(self.modules.values())),
@@ -371,15 +366,9 @@ class _State:
             if stored != {n: p.layout for n, p in self.plan.parameters.items()}:
                 raise PlanError(f"the plan for {wanted} stores parameters otherwise than this module does")
             planned = Planned(wanted=wanted, plan=plan, seconds=time.perf_counter() - start)
-            found = self.programs[wanted] = self._ready(captured, source, planned)
+            found = self._ready(captured, source, planned)
         self.replans += 1
-        if len(self.programs) > PROGRAMS_KEPT:
-            gone, _ = self.programs.popitem(last=False)
-            warnings.warn(
-                f"more than {PROGRAMS_KEPT} kinds of calls: the program for ({gone}) is dropped and will be planned "
-                "again when it is called for; pad inputs to fewer shapes",
-                stacklevel=4,
-            )
+        add_program(self.programs, wanted, found)
         return found
 
     def _refuse(self, wanted: Wanted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:

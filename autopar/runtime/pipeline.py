@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +15,22 @@ from autopar.ir.layout import Kind, Layout, local_piece, parse_layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import STAGE
 from autopar.ir.schedule import Action, ActionKind
-from autopar.ir.schedules import build_schedule
-from autopar.ir.staged import JOINED, MICRO, RECEIVED, SUMMED, PartProgram, Passed, Piece, StagedProgram, StagedSource
+from autopar.ir.staged import (
+    JOINED,
+    MICRO,
+    RECEIVED,
+    SUMMED,
+    PartProgram,
+    Passed,
+    Piece,
+    StagedProgram,
+    StagedSource,
+    schedule_of,
+)
 from autopar.runtime.comm import Communicator, View
 from autopar.runtime.loaded import Executable
 from autopar.runtime.spread_numbers import is_of_a_stage
-
-SCHEDULES = {"accumulate": "none"}
-"""Schedules of a plan that are others by another name."""
+from autopar.runtime.stage_times import AFTER, BEFORE, StageClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +82,7 @@ class Pipeline:
         self.parts = tuple(self._part(c * stages + self.stage, source) for c in range(chunks))
         last = len(program.parts) - 1
         self.last = Executable(source.last, program.model_name) if last % stages == self.stage else None
-        schedule = build_schedule(
-            SCHEDULES.get(program.schedule, program.schedule), stages=stages, micro_batches=program.micro_batches,
-            chunks=chunks,
-        )  # fmt: skip
-        self.order = schedule.orders[self.stage]
+        self.order = schedule_of(program).orders[self.stage]
 
     def _part(self, index: int, source: StagedSource) -> Part:
         part = self.program.parts[index]
@@ -112,6 +117,7 @@ class Step:
     Args:
         given: the arguments of the call by path; parameters and buffers: local tensors by name.
         tangents: of the model's differentiable outputs by target; None: forward only.
+        clock: of a step that is measured.
     """
 
     pipeline: Pipeline
@@ -120,10 +126,12 @@ class Step:
     buffers: Mapping[str, Tensor]
     constants: Mapping[str, Tensor]
     tangents: Mapping[str, Tensor] | None
+    clock: StageClock | None = None
     held: dict[int, list[Tensor]] = field(default_factory=dict)
     joined: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     local: dict[tuple[int, str, int], Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    waiting: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     sums: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     owned: set[tuple[int, str]] = field(default_factory=set)
     collected: list[list[Tensor]] = field(default_factory=list)
@@ -133,18 +141,31 @@ class Step:
         """Everything in order."""
         pipeline = self.pipeline
         self.collected = [[] for _ in pipeline.program.collected]
-        for part in pipeline.parts:
-            self._join(part)
-            self.held[part.index] = self._weights(part)
+        with self._timed(BEFORE):
+            for part in pipeline.parts:
+                self._join(part)
+                self.held[part.index] = self._weights(part)
         for action in pipeline.order:
-            if action.kind is ActionKind.FORWARD:
-                self._forward(action)
-            elif self.tangents is not None:
-                self._backward(action)
-        gradients = self._gradients() if self.tangents is not None else {}
-        outputs = self._outputs() if pipeline.last is not None else None
-        pipeline.everyone.sent()
+            if action.kind is ActionKind.FORWARD or self.tangents is not None:
+                with self._timed(f"{action.kind.value}{action.chunk}"):
+                    self._act(action)
+        with self._timed(AFTER):
+            gradients = self._gradients() if self.tangents is not None else {}
+            outputs = self._outputs() if pipeline.last is not None else None
+            pipeline.everyone.sent()
         return Result(outputs=outputs, gradients=gradients, updates=self.updates)
+
+    def _act(self, action: Action) -> None:
+        match action.kind:
+            case ActionKind.FORWARD:
+                self._forward(action)
+            case ActionKind.BACKWARD_WEIGHT:
+                self._weights_half(action)
+            case _:
+                self._backward(action)
+
+    def _timed(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.clock is None else self.clock.part(name)
 
     # Before and after the micro-batches -------------------------------------------------------------------------------
 
@@ -246,9 +267,7 @@ class Step:
         for home in homes:
             for p in parts:
                 if pipeline.home(p) == home:
-                    rows[p] = pipeline.everyone.receive_from(
-                        tuple(like.shape), like.dtype, pipeline.neighbour(home), base + p
-                    )
+                    rows[p] = self._receive(tuple(like.shape), like.dtype, pipeline.neighbour(home), base + p)
         total = rows[parts[0]]
         for p in parts[1:]:
             total = total + rows[p]
@@ -295,15 +314,39 @@ class Step:
             self.pipeline.micro, self.held[part.index], self._buffers(main), self._constants(main),
             self.saved.pop((part.index, j)), tangents,
         )  # fmt: skip
+        if action.kind is ActionKind.BACKWARD_INPUT:
+            others, self.waiting[part.index, j] = found
+            self._leave(part, j, [None] * len(main.parameters), others)
+        else:
+            count = len(main.parameters)
+            self._leave(part, j, found[:count], found[count:])
+
+    def _weights_half(self, action: Action) -> None:
+        """The second half of a backward."""
+        part, j = self.pipeline.parts[action.chunk], action.micro_batch
+        self._at(j)
+        main = part.main
+        found = main.weights(
+            self.pipeline.micro, self.held[part.index], self._buffers(main), self._constants(main),
+            self.waiting.pop((part.index, j)),
+        )  # fmt: skip
         count = len(main.parameters)
-        for name, gradient in zip(main.parameters, found[:count], strict=True):
+        self._leave(part, j, found[:count], found[count:])
+
+    def _leave(
+        self, part: Part, micro_batch: int, gradients: Sequence[Tensor | None], others: Sequence[Tensor | None]
+    ) -> None:
+        """Gradients of parameters to their sums; others to the parts that they are of, and to what is summed."""
+        for name, gradient in zip(part.main.parameters, gradients, strict=True):
             if gradient is not None:
                 self._add((part.index, name), gradient, _is_summand(part.program.sums[name]))
         sent = [p for p in self.pipeline.program.passed if p.source == part.index and p.phase is Phase.BACKWARD]
-        for passed, out in zip(sent, found[count:], strict=False):
-            self._pass(passed, out, j)
-        for piece, out in zip(part.program.summed, found[count + len(sent) :], strict=True):
-            self._add((part.index, SUMMED + piece.value), out, _is_summand(piece.layout))
+        for passed, out in zip(sent, others, strict=False):
+            if out is not None:
+                self._pass(passed, out, micro_batch)
+        for piece, out in zip(part.program.summed, others[len(sent) :], strict=True):
+            if out is not None:
+                self._add((part.index, SUMMED + piece.value), out, _is_summand(piece.layout))
 
     def _add(self, key: tuple[int, str], gradient: Tensor, summed: bool) -> None:
         """To the sum of a parameter's gradients; where every micro-batch makes the same, it is that."""
@@ -321,7 +364,7 @@ class Step:
         for target in passed.targets:
             if pipeline.home(target) == pipeline.stage:
                 self.local[target, passed.value, micro_batch] = value
-            else:
+            elif value.numel():
                 tag = self._tag(passed, micro_batch)
                 pipeline.everyone.send_to(value, pipeline.neighbour(pipeline.home(target)), tag)
 
@@ -340,8 +383,14 @@ class Step:
             piece.meta.shape, piece.layout, pipeline.micro.mesh, pipeline.micro.rank, piece.meta.units
         )
         dtype = getattr(torch, piece.meta.dtype)
+        if 0 in shape:  # of a micro-batch without a row of this rank's: not sent
+            return torch.empty(shape, dtype=dtype, device=pipeline.rt.device)
         source = pipeline.neighbour(pipeline.home(passed.source))
-        return pipeline.everyone.receive_from(shape, dtype, source, self._tag(passed, micro_batch))
+        return self._receive(shape, dtype, source, self._tag(passed, micro_batch))
+
+    def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> Tensor:
+        with nullcontext() if self.clock is None else self.clock.waiting():
+            return self.pipeline.everyone.receive_from(shape, dtype, source, tag)
 
     def _inputs(self, executable: Executable, part: Part, micro_batch: int) -> list[Tensor]:
         found = []

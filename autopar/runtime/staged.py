@@ -2,48 +2,171 @@
 
 The forward runs the whole schedule, backwards too, and the backward of the loss hands over the gradients that these
 made. So the loss alone can be gone back through, and no gradient can come from outside but a factor.
+
+In float16 that factor, the scale of losses, must be there when the backwards run. They begin with the one that came
+last; where another one comes the step runs again with it, which is once each time a scale changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import InputError, UserError
+from autopar.errors import InputError, PlanError, UserError
+from autopar.ir.account import StagesReport
 from autopar.ir.graph import CapturedGraph, OutputKind, TensorMeta
 from autopar.ir.layout import Kind, Layout, parse_layout
 from autopar.ir.plan import STAGE, Plan
 from autopar.ir.staged import StagedProgram, StagedSource
-from autopar.runtime.calls import Wanted, autocast_now, captured_leaves, leaves_of, modes_of, unfrozen
+from autopar.ir.timeline import Timeline
+from autopar.runtime.calls import (
+    Planned,
+    Request,
+    Wanted,
+    add_program,
+    autocast_now,
+    captured_leaves,
+    leaves_of,
+    modes_of,
+    read_call,
+    unfrozen,
+)
 from autopar.runtime.comm import Communicator
 from autopar.runtime.compiled import CompiledModule
 from autopar.runtime.parameters import Weights, storage_layouts, unwrap, wrap
 from autopar.runtime.pipeline import Pipeline, Result, Step
+from autopar.runtime.stage_times import NOTHING, StageClock, StageMeasuring
+
+Compiled = tuple[CapturedGraph, Plan, StagedProgram, StagedSource]
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """One captured graph ready to run, for calls of one kind."""
+
+    planned: Planned
+    captured: CapturedGraph
+    pipeline: Pipeline
+    constants: Mapping[str, Tensor]
 
 
 @dataclass
 class _State:
+    """See `CompiledModule`. `captured`, `plan`, `source` and `pipeline` are what the module was compiled with, and
+    `programs` all that there are, the one called last at the end. `scale`: what backwards begin with."""
+
     captured: CapturedGraph
     plan: Plan
     source: StagedSource
     pipeline: Pipeline
     rt: Communicator
+    recompile: Callable[[Request], Compiled] | None
+    predicts: Callable[[], Timeline] | None
+    stored: Mapping[str, Layout]
     trains: Mapping[str, bool]
-    constants: Mapping[str, Tensor]
     weights: Weights = field(init=False)
-    wanted: Wanted = field(init=False)
-    modules: tuple[nn.Module, ...] = ()
+    programs: OrderedDict[Wanted, _Program] = field(default_factory=OrderedDict)
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    replans: int = 0
     seed: int = 0
     step: int = 0
+    measuring: StageMeasuring | None = None
+    scale: float = 1.0
+    scaler: torch.amp.GradScaler | None = None
 
     def root(self, module: nn.Module) -> None:
         """The module is this one now."""
         self.weights.root = module
-        self.modules = tuple(module.modules())
+        self.modules = dict(module.named_modules())
+
+    def add_first(self) -> None:
+        """The program that the module was compiled with."""
+        captured = self.captured
+        wanted = Wanted(
+            modes=modes_of(tuple(self.modules.values())), leaves=captured_leaves(captured),
+            autocast=autocast_now(self.rt.device),
+        )  # fmt: skip
+        self.programs[wanted] = self._ready(captured, self.pipeline, Planned(wanted=wanted, plan=self.plan, seconds=0))
+
+    def program_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Program, dict[str, Tensor]]:
+        """(what runs this call, made now if there is a way to; the call's tensors by path).
+
+        Raises:
+            InputError: the call differs from the captured one and there is no way to run it; says how it differs.
+        """
+        signature = self.captured.signature
+        given = read_call(signature, args, kwargs)
+        as_captured = signature.as_captured or (lambda dtype: dtype)
+        wanted = Wanted(
+            modes=modes_of(tuple(self.modules.values())), leaves=leaves_of(given, as_captured),
+            unfrozen=unfrozen(self.weights.parameters, self.trains), autocast=autocast_now(self.rt.device),
+        )  # fmt: skip
+        found = self.programs.get(wanted)
+        if found is None:
+            found = self._made_again(wanted, args, kwargs)
+        self.programs.move_to_end(wanted)
+        dtypes = {i.target: getattr(torch, i.value.meta.dtype) for i in found.captured.top.inputs}
+        return found, {
+            path: x.detach().to(self.rt.device, dtypes.get(path, x.dtype))
+            for path, x in given.items()
+            if isinstance(x, Tensor)
+        }
+
+    def _made_again(self, wanted: Wanted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
+        known = next(reversed(self.programs))
+        if self.recompile is None:
+            self.captured.signature.flatten(args, kwargs)
+            raise InputError(
+                f"the module is called as ({wanted}), and was made for ({known}): make it by compile(), which can make "
+                "what runs this call"
+            )
+        if wanted.unfrozen or any(grad for _, _, _, grad in wanted.leaves):
+            raise InputError(
+                f"the module is called as ({wanted}), its plan with stages is for ({known}): with stages this version "
+                "gives no gradients of inputs, nor of parameters that were frozen when it was compiled"
+            )
+        start = time.perf_counter()
+        modes = {path: m.training for path, m in self.modules.items()}
+        with torch.inference_mode(False):
+            captured, plan, program, source = self.recompile(
+                Request(wanted=wanted, modes=modes, args=args, kwargs=kwargs)
+            )
+            pipeline = pipeline_of(captured, plan, program, source, self.pipeline.everyone)
+            missing = _held(captured, plan, pipeline) - _held(self.captured, self.plan, self.pipeline)
+            if missing or any(p.layout != self.plan.parameters[n].layout for n, p in plan.parameters.items()):
+                raise PlanError(
+                    f"called so the model reads {min(missing, default='parameters')} on another stage than before, or "
+                    "stored otherwise: search for these inputs"
+                )
+            planned = Planned(wanted=wanted, plan=plan, seconds=time.perf_counter() - start)
+            found = self._ready(captured, pipeline, planned)
+        self.replans += 1
+        add_program(self.programs, wanted, found)
+        return found
+
+    def _ready(self, captured: CapturedGraph, pipeline: Pipeline, planned: Planned) -> _Program:
+        constants = {name: value.to(self.rt.device) for name, value in captured.constants.items()}
+        return _Program(planned, captured, pipeline, constants)
+
+
+def pipeline_of(
+    captured: CapturedGraph, plan: Plan, program: StagedProgram, source: StagedSource, everyone: Communicator
+) -> Pipeline:  # fmt: skip
+    """This rank's parts of a program, ready to run."""
+    stored = storage_layouts({name: p.layout for name, p in plan.parameters.items()}, program.mesh)
+    return Pipeline(
+        program, source, everyone,
+        {p.name: (p.meta.shape, stored[p.name]) for p in captured.parameters if p.name in stored},
+        {i.value.name: i.target for i in captured.top.inputs},
+    )  # fmt: skip
 
 
 class StagedModule(CompiledModule):
@@ -52,45 +175,58 @@ class StagedModule(CompiledModule):
     Parameters of other stages stand as None; `parameters()` gives this stage's, as DTensors where ranks are processes.
 
     Args:
-        everyone: the communicator of all ranks, on the mesh `runtime.pipeline.all_ranks`.
+        compiled: the captured graph, its plan, programs and their text.
+        model: gives the weights.
+        everyone: the communicator of all ranks, on the mesh `ir.plan.all_ranks`.
+        recompile: called when the module is called otherwise than captured (mode, shapes, plain values); gives what to
+            run there, with parameters stored alike on the same stages. Without it such a call is an InputError.
+        predicts: gives the predicted step, for a report.
         seed: of the random ops, the same on every rank.
     """
 
     _autopar: _State
 
     def __init__(
-        self, captured: CapturedGraph, plan: Plan, program: StagedProgram, source: StagedSource, model: nn.Module,
-        everyone: Communicator, *, seed: int = 0,
+        self, compiled: Compiled, model: nn.Module, everyone: Communicator, *,
+        recompile: Callable[[Request], Compiled] | None = None, predicts: Callable[[], Timeline] | None = None,
+        seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
+        captured, plan, program, source = compiled
         stored = storage_layouts({name: p.layout for name, p in plan.parameters.items()}, program.mesh)
-        pipeline = Pipeline(
-            program, source, everyone,
-            {p.name: (p.meta.shape, stored[p.name]) for p in captured.parameters if p.name in stored},
-            {i.value.name: i.target for i in captured.top.inputs},
-        )  # fmt: skip
+        pipeline = pipeline_of(captured, plan, program, source, everyone)
         rt = pipeline.rt
         layouts = {n: stored[p.name] for p in captured.parameters for n in (p.name, *p.aliases) if p.name in stored}
         dtypes = {n: p.meta.dtype for p in captured.parameters for n in (p.name, *p.aliases)}
         dtypes |= {n: b.meta.dtype for b in captured.buffers for n in (b.name, *b.aliases)}
         self._autopar = state = _State(
-            captured=captured, plan=plan, source=source, pipeline=pipeline, rt=rt,
-            trains={p.name: p.requires_grad for p in captured.parameters},
-            constants={name: value.to(rt.device) for name, value in captured.constants.items()}, seed=seed,
+            captured=captured, plan=plan, source=source, pipeline=pipeline, rt=rt, recompile=recompile,
+            predicts=predicts, stored=stored,
+            trains={p.name: p.requires_grad for p in captured.parameters}, seed=seed,
         )  # fmt: skip
         first = _firsts(model)
         here = {first[name] for name in _held(captured, plan, pipeline)}
         state.weights = Weights(self, model, layouts, dtypes, rt, here)
-        self.training = captured.training
-        state.modules = tuple(self.modules())
-        state.wanted = Wanted(
-            modes=modes_of(state.modules), leaves=captured_leaves(captured), autocast=autocast_now(rt.device)
-        )
+        self.training = model.training
+        if self.training != captured.training:
+            self.train(captured.training)
+        state.modules = dict(self.named_modules())
+        state.add_first()
 
     @property
     def plan(self) -> Plan:
         """The plan that this module was compiled with."""
         return self._autopar.plan
+
+    @property
+    def plans(self) -> tuple[Planned, ...]:
+        """Every program at hand: for which calls, its plan, and the time that making it again took."""
+        return tuple(p.planned for p in self._autopar.programs.values())
+
+    @property
+    def replans(self) -> int:
+        """How often a call made this module capture again."""
+        return self._autopar.replans
 
     @property
     def source(self) -> str:
@@ -108,13 +244,48 @@ class StagedModule(CompiledModule):
 
         Where gradients are wanted the backwards of all micro-batches have run when it returns.
         """
-        return self._autopar.captured.signature.rebuild(self._run(args, kwargs, torch.is_grad_enabled()))
+        program, outputs = self._run(args, kwargs, torch.is_grad_enabled())
+        return program.captured.signature.rebuild(outputs)
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of a whole batch: gradients are added to `.grad`. Gives the loss, on every rank."""
-        loss = self._run(args, kwargs, True)[_loss(self._autopar.captured)]
-        loss.backward()  # type: ignore[no-untyped-call]
+        program, outputs = self._run(args, kwargs, True)
+        loss = outputs[_loss(program.captured)]
+        scaler = self._autopar.scaler
+        (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def measure(self, steps: int = 3) -> None:
+        """Measure coming steps, after one to warm up: train `steps` + 1 of them, then ask for the `report`."""
+        self._autopar.measuring = StageMeasuring(steps)
+
+    def report(self, path: str | Path | None = None) -> StagesReport:
+        """Predicted against measured time of the actions of every stage; rank 0 prints it. Collective.
+
+        A step is the module's call, all of the schedule; the optimizer is no part of it.
+
+        Args:
+            path: where to write it as JSON too (by rank 0).
+
+        Raises:
+            UserError: no step was measured, or the module was not made by compile().
+        """
+        state = self._autopar
+        if state.measuring is None:
+            raise UserError(NOTHING)
+        if state.predicts is None:
+            raise UserError("report: what was predicted is known to modules of compile() only")
+        everyone = state.pipeline.everyone
+        found = state.measuring.report(state.plan, state.predicts(), everyone)
+        if everyone.rank == 0:
+            print(found)
+            if path is not None:
+                found.save(path)
+        return found
+
+    def scale_steps_by(self, scaler: torch.amp.GradScaler | None) -> None:
+        """From now on `step` scales its loss by this scaler's scale, as `scaler.scale(loss).backward()` does."""
+        self._autopar.scaler = scaler
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -153,13 +324,13 @@ class StagedModule(CompiledModule):
         state = self._autopar
         return next(p.name for p in state.captured.parameters if state.weights.first[p.name] == name)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], records: bool) -> list[Tensor]:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], records: bool) -> tuple[_Program, list[Tensor]]:
         state = self._autopar
         state.weights.require_loaded()
-        given = _read(state, args, kwargs)
-        names = list(state.weights.parameters)
+        program, given = state.program_for(args, kwargs)
+        tensors = state.weights.parameters.values()
         with torch.set_grad_enabled(records):
-            return list(_Run.apply(state, given, names, records, *state.weights.parameters.values()))  # type: ignore[no-untyped-call]
+            return program, list(_Run.apply(state, program, given, records, *tensors))  # type: ignore[no-untyped-call]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state as plain tensors on every rank; loads strictly into the plain model. Collective."""
@@ -204,33 +375,6 @@ def _shared(pipeline: Pipeline, held: Tensor | None, meta: TensorMeta) -> Tensor
     return everyone.all_reduce(mine, STAGE)
 
 
-def _read(state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a call by path. InputError where it is called otherwise than it was compiled for."""
-    signature = state.captured.signature
-    if signature.read is None:
-        leaves = signature.flatten(args, kwargs)
-        given = {leaf.path: x for leaf, x in zip(signature.inputs, leaves, strict=True)}
-    else:
-        given = signature.read(args, kwargs)
-    as_captured = signature.as_captured or (lambda dtype: dtype)
-    wanted = Wanted(
-        modes=modes_of(state.modules), leaves=leaves_of(given, as_captured),
-        unfrozen=unfrozen(state.weights.parameters, state.trains), autocast=autocast_now(state.rt.device),
-    )  # fmt: skip
-    if wanted != state.wanted:
-        signature.flatten(args, kwargs)
-        raise InputError(
-            f"the module is called as ({wanted}), its plan with stages is for ({state.wanted}): this version runs such "
-            "a plan for the batch and mode that it was made for; search for the other one too"
-        )
-    dtypes = {i.target: getattr(torch, i.value.meta.dtype) for i in state.captured.top.inputs}
-    return {
-        path: x.detach().to(state.rt.device, dtypes.get(path, x.dtype))
-        for path, x in given.items()
-        if isinstance(x, Tensor)
-    }
-
-
 def _loss(captured: CapturedGraph) -> int:
     """Position of the output that the backward starts from."""
     metas = _metas(captured)
@@ -253,22 +397,26 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, state: _State, given: dict[str, Tensor], names: list[str], records: bool, *tensors: Tensor
+        ctx: Any, state: _State, program: _Program, given: dict[str, Tensor], records: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        captured, pipeline, first = state.captured, state.pipeline, state.weights.first
+        captured, first = program.captured, state.weights.first
+        names = list(state.weights.parameters)
         loss = _loss(captured) if records else -1
         local = {n: unwrap(t.detach()) for n, t in zip(names, tensors, strict=True)}
-        parameters = {p.name: local[first[p.name]] for p in captured.parameters if first[p.name] in local}
-        buffers = {b.name: state.weights.buffers[first[b.name]] for b in captured.buffers}
-        pipeline.begin(state.seed, state.step)
-        state.step += pipeline.program.draws
-        tangents = _tangents(captured, loss, state.rt.device) if records else None
-        result = Step(pipeline, given, parameters, buffers, state.constants, tangents).run()
+        call = _Call(
+            program, given, {p.name: local[first[p.name]] for p in captured.parameters if first[p.name] in local},
+            {b.name: state.weights.buffers[first[b.name]] for b in captured.buffers}, loss, (state.seed, state.step),
+        )  # fmt: skip
+        state.step += program.pipeline.program.draws
+        with _measured(state, program, records) as clock:
+            result = call.run(state.scale, clock)
         for name, value in result.updates.items():
-            state.weights.buffers[first[name]].copy_(value)
-        outputs = _outward(state, result, _metas(captured))
+            buffer = state.weights.buffers[first[name]]
+            call.buffers[name] = buffer.clone()
+            buffer.copy_(value)
+        outputs = _outward(program, result, _metas(captured))
         if records:
-            ctx.held = (state, names, {first[n]: g for n, g in result.gradients.items()})
+            ctx.held = (state, names, call, state.scale, result.gradients)
             ctx.loss = loss
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for p, o in enumerate(outputs) if p != loss))
@@ -278,38 +426,68 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         if ctx.held is None:
             raise InputError("backward a second time through the same call: its gradients are handed over. Call again")
-        state, names, found = ctx.held
+        state, names, call, scale, made = ctx.held
         ctx.held = None
         factor = gradients[ctx.loss]
+        if factor is not None and state.plan.precision == "fp16" and float(factor) != scale and factor.isfinite():
+            scale = state.scale = float(factor)
+            made = call.run(scale).gradients
+        found = {state.weights.first[n]: g for n, g in made.items()}
         wrapped: list[Tensor | None] = []
         for name in names:
             gradient, parameter = found.pop(name, None), state.weights.parameters[name]
             if gradient is None or factor is None or not parameter.requires_grad:
                 wrapped.append(None)
                 continue
-            whole = gradient if float(factor) == 1.0 else gradient * factor.to(gradient.dtype)
+            whole = gradient if float(factor) == scale else gradient * (factor.to(gradient.dtype) / scale)
             wrapped.append(wrap(whole.contiguous(), tuple(parameter.shape), state.weights.layouts[name], state.rt))
         return (None, None, None, None, *wrapped)
 
 
-def _tangents(captured: CapturedGraph, loss: int, device: torch.device) -> dict[str, Tensor]:
-    """1 for the loss, 0 for other outputs, by target."""
+def _measured(state: _State, program: _Program, records: bool) -> AbstractContextManager[StageClock | None]:
+    """The clock of a step that is measured: of a call as the plan is for."""
+    if state.measuring is None or not records or program.pipeline is not state.pipeline:
+        return nullcontext()
+    return state.measuring.step(state.rt.device)
+
+
+@dataclass
+class _Call:
+    """One call, which can run again with the same numbers. `drawn`: where its random numbers begin."""
+
+    program: _Program
+    given: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    buffers: dict[str, Tensor]
+    loss: int
+    drawn: tuple[int, int]
+
+    def run(self, scale: float, clock: StageClock | None = None) -> Result:
+        """Forwards, and backwards that begin with `scale`, unless there is no loss."""
+        pipeline, captured = self.program.pipeline, self.program.captured
+        pipeline.begin(*self.drawn)
+        tangents = _tangents(captured, self.loss, scale, pipeline.rt.device) if self.loss >= 0 else None
+        return Step(pipeline, self.given, self.parameters, self.buffers, self.program.constants, tangents, clock).run()
+
+
+def _tangents(captured: CapturedGraph, loss: int, scale: float, device: torch.device) -> dict[str, Tensor]:
+    """`scale` for the loss, 0 for other outputs, by target."""
     found = {}
     metas = _metas(captured)
     outs = [o for o in captured.top.outputs if o.kind is OutputKind.OUTPUT]
     for position, (out, meta) in enumerate(zip(outs, metas, strict=True)):
         if captured.signature.differentiable[position]:
-            make = torch.ones if position == loss else torch.zeros
-            found[out.target] = make(meta.shape, dtype=getattr(torch, meta.dtype), device=device)
+            value = scale if position == loss else 0.0
+            found[out.target] = torch.full(meta.shape, value, dtype=getattr(torch, meta.dtype), device=device)
     return found
 
 
-def _outward(state: _State, result: Result, metas: list[TensorMeta]) -> list[Tensor]:
+def _outward(program: _Program, result: Result, metas: list[TensorMeta]) -> list[Tensor]:
     """What the user gets: single numbers on every rank, other outputs on the last stage."""
-    pipeline = state.pipeline
+    pipeline = program.pipeline
     layouts: list[Layout | None] = [None] * len(metas)
     if pipeline.last is not None:
-        layouts = [parse_layout(text, state.rt.mesh) for text in pipeline.last.outputs.values()]
+        layouts = [parse_layout(text, pipeline.rt.mesh) for text in pipeline.last.outputs.values()]
     found = []
     for position, (meta, layout) in enumerate(zip(metas, layouts, strict=True)):
         mine = result.outputs[position] if result.outputs is not None else None
@@ -318,5 +496,5 @@ def _outward(state: _State, result: Result, metas: list[TensorMeta]) -> list[Ten
         elif mine is None or layout is None:
             found.append(torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta"))
         else:
-            found.append(mine if layout.replicated else wrap(mine, meta.shape, layout, state.rt))
+            found.append(mine if layout.replicated else wrap(mine, meta.shape, layout, pipeline.rt))
     return found

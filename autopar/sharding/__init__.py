@@ -4,6 +4,8 @@ from autopar.sharding.build import build_table as build_table
 from autopar.sharding.build import expert_count as expert_count
 from autopar.sharding.build import followed_sizes as followed_sizes
 from autopar.sharding.build import survey_model as survey_model
+from autopar.sharding.carry import carried as carried
+from autopar.sharding.carry import cuts_of as cuts_of
 from autopar.sharding.dtensor_rules import RuleCache as RuleCache
 from autopar.sharding.dtensor_rules import one_axis_rules as one_axis_rules
 from autopar.sharding.pins import INPUT as INPUT

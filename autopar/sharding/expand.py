@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
-from autopar.ir.cuts import chunk
+from autopar.ir.cuts import chunk, piece
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Kind, Layout, Placement, R, divides, unit_of
 from autopar.ir.mesh import Mesh
@@ -119,4 +120,23 @@ def cuts_well(rule: Rule, inputs: Metas, outputs: OutMetas, size: int, pieces: P
         if proportion is not None and largest * proportion[1] != proportion[0] * n:
             return False
         proportion = largest, n
+    return True
+
+
+def cuts_alike(rule: Rule, inputs: Metas, outputs: OutMetas, sizes: Sequence[int], pieces: Pieces) -> bool:
+    """As `cuts_well`, of an axis that is several in turn (ranks, and their micro-batches), piece by piece."""
+    shares: list[tuple[Fraction, Fraction]] | None = None
+    for placement, meta in (*zip(rule.inputs, inputs, strict=True), *zip(rule.outputs, outputs, strict=True)):
+        if placement is None or meta is None or placement.dim < 0:
+            continue
+        n, unit = meta.shape[placement.dim], unit_of(meta.units, placement.dim)
+        places = itertools.product(*map(range, sizes))
+        found = [piece(n, zip(sizes, at, strict=True), unit) for at in places]
+        lengths = {p.length for p in found}
+        if len(lengths) > 1 and (pieces is Pieces.EQUAL or (0 in lengths and pieces is Pieces.FILLED)):
+            return False
+        mine = [(Fraction(p.start, n), Fraction(p.length, n)) for p in found]
+        if n == 0 or (shares is not None and mine != shares):
+            return False
+        shares = mine
     return True

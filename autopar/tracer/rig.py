@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError
-from autopar.tracer.signature import captured_dtype
+from autopar.tracer.signature import NARROW, captured_dtype
 from autopar.tracer.torch_private import fake_mode
 
 
@@ -77,7 +77,7 @@ class Rig:
         return found
 
     def used_form(self, index: int, tensor: Tensor) -> Tensor:
-        """What the forward computes with: under bf16, floating parameters and persistent buffers are cast."""
+        """What the forward computes with: under half precision, floating parameters and persistent buffers are cast."""
         slot = self.slots[index]
         return cast(tensor, self.precision) if slot.is_parameter or slot.persistent else tensor
 
@@ -106,10 +106,9 @@ class Rig:
 
 
 def cast(tensor: Tensor, precision: str) -> Tensor:
-    """To bfloat16 under bf16 if floating and wider; else itself."""
-    if precision == "bf16" and tensor.dtype in (torch.float32, torch.float64):
-        return tensor.to(torch.bfloat16)
-    return tensor
+    """To what a half precision computes in if floating and wider; else itself."""
+    half = NARROW.get(precision)
+    return tensor.to(half) if half is not None and tensor.dtype in (torch.float32, torch.float64) else tensor
 
 
 def _slots(module: nn.Module, which: str) -> list[Slot]:

@@ -15,6 +15,7 @@ from autopar.ir.graph import CallSignature, InputLeaf, TensorMeta
 from autopar.tracer.tree import PLAIN, Spec, flatten
 
 WIDE = {"fp64": torch.float64}
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

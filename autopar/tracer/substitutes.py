@@ -1,8 +1,11 @@
-"""torch functions that cannot be captured as they are, or whose form without data is wrong, made of ordinary ops.
+"""torch functions that cannot be captured as they are, whose form without data is wrong, or that would be captured as
+many ops where another call of the same gives one.
 
 bincount: as many entries as `minlength` says; a larger value fails in the step that meets it.
 gaussian_nll_loss: torch looks whether a variance is negative; here its loss is NaN.
 multilabel_margin_loss: torch's form without data counts what stands behind the first -1 as label 0.
+scaled_dot_product_attention: with heads of one size for queries and keys and another for values (latent attention), the
+fused kernel is not taken and every score lies in memory, several times over; with zeros beside the narrower it is.
 """
 
 from __future__ import annotations
@@ -58,6 +61,21 @@ def multilabel_margin_loss(input: Tensor, target: Tensor, reduction: str = "mean
     return _reduced((margin * pair).sum((-1, -2)) / classes, reduction)
 
 
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, **more: Any
+) -> Tensor:
+    """[..., queries, e], [..., keys, e], [..., keys, v] -> [..., queries, v], with v = e by zeros that add nothing."""
+    size, wanted = query.shape[-1], value.shape[-1]
+    if size == wanted or dropout_p or query.dim() != 4:  # no fused kernel takes these
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **more)
+    if size < wanted:
+        more.setdefault("scale", size**-0.5)  # of the heads as they were
+        query, key = F.pad(query, (0, wanted - size)), F.pad(key, (0, wanted - size))
+    else:
+        value = F.pad(value, (0, size - wanted))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **more)[..., :wanted]
+
+
 def _reduced(each: Tensor, reduction: str) -> Tensor:
     if reduction == "mean":
         return each.mean()
@@ -69,6 +87,7 @@ SUBSTITUTES: Mapping[Any, Callable[..., Tensor]] = {
     Tensor.bincount: bincount,
     F.gaussian_nll_loss: gaussian_nll_loss,
     F.multilabel_margin_loss: multilabel_margin_loss,
+    F.scaled_dot_product_attention: scaled_dot_product_attention,
 }
 
 

@@ -1,16 +1,23 @@
-"""Does a plan compute what one device computes? Loss, every gradient, and the state after three AdamW steps.
+"""Does a plan compute what one device computes? Loss, every gradient, and the state after three optimizer steps.
 
 Ranks are threads of this process, so that 16 need no processes. The optimizer is AdamW with torch's default rate,
 1e-3, and a large eps, 1e-4. An update turns a gradient's rounding error e into at most rate / eps · e: with a small
 eps the noise of gradients that are zero in exact arithmetic (a key's bias under softmax) would become steps of the
 full rate; with a rate of 1e-2, float32 states of one device itself and of the same ops in another order differ by up
 to 5e-5. A gradient that is wrong still moves its parameter by about the rate, a hundred tolerances and more.
+
+In half precision one device is the model itself with its parameters cast anew in every call, the optimizer working on
+those that are stored (`narrowed.py`). In float16 losses are scaled. Where rounding decides which way a function goes
+(the sign under a ReLU), or a tensor is nothing but rounding, no order of sums has more claim than another: so the model
+is also trained as it is stored, and a tensor may differ by `SPREAD` times what half precision alone makes of it, where
+that is more than the tolerance.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,11 +27,17 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError
+from autopar.ir.options import COMPUTE_DTYPE, HALF, Precision
 from autopar.tracer import Wide
 from autopar.verification.bisect import Bisection
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 LEARNING_RATE, EPS = 1e-3, 1e-4
+SPREAD = 5.0
+NOISE, NOISE_HALF = 1e2, 0.1
+"""Rounding errors of the largest entry that a tensor which is zero in exact arithmetic may hold."""
+LOSS_SCALE: Mapping[Precision, float] = {"fp16": 2.0**8}
+"""So much the losses are scaled, that float16 holds the gradients of small models."""
 Tensors = dict[str, Tensor]
 DRAWN_ALIKE = (
     "the model draws random numbers: one device ran its captured graph, which draws what every plan draws "
@@ -136,15 +149,19 @@ def objective(result: Any) -> Tensor:
 
 def train(
     module: nn.Module, call: Callable[[nn.Module], Any], whole: Callable[[str, Tensor], Tensor], steps: int,
-    full_state: Callable[[], Tensors],
+    full_state: Callable[[], Tensors], precision: Precision = "fp32",
 ) -> Trained:  # fmt: skip
     """Run `steps` AdamW steps and gather what they left. `whole(name, piece)` joins a parameter-like piece."""
+    scale = LOSS_SCALE.get(precision, 1.0)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=0.01)
     losses = []
     gradients: dict[str, Tensor | None] = {}
     for step in range(steps):
         loss = objective(call(module))
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        for p in module.parameters():
+            if p.grad is not None and scale != 1:
+                p.grad.div_(scale)
         losses.append(float(loss.detach()))
         if step == 0:
             gradients = {
@@ -162,25 +179,52 @@ def train(
     return Trained(tuple(losses), gradients, full_state(), moments)
 
 
-def reference(model: nn.Module, call: Callable[[nn.Module], Any], steps: int) -> Trained:
+def reference(
+    model: nn.Module, call: Callable[[nn.Module], Any], steps: int, precision: Precision = "fp32"
+) -> Trained:  # fmt: skip
     """The plain model, trained in one process on the whole batch. The model given is left as it is.
 
     A float64 model is proven in float64 throughout, also where its code says float32.
     """
     plain = copy.deepcopy(model)
-    wide = any(p.dtype is torch.float64 for p in plain.parameters())
+    wide = precision not in HALF and any(p.dtype is torch.float64 for p in plain.parameters())
     with Wide() if wide else nullcontext():
-        return train(plain, call, lambda _, x: x, steps, lambda: dict(plain.state_dict()))
+        return train(plain, call, lambda _, x: x, steps, lambda: dict(plain.state_dict()), precision)
 
 
-def compare(expected: Trained, found: list[Trained], layouts: Mapping[str, str]) -> VerifyReport:
-    """Every rank's results against the reference: of each tensor the worst rank's."""
-    by_rank = [_compared(expected, mine, layouts) for mine in found]
+def compare(
+    expected: Trained, found: list[Trained], layouts: Mapping[str, str], precision: Precision = "fp32",
+    exact: Trained | None = None,
+) -> VerifyReport:  # fmt: skip
+    """Every rank's results against the reference: of each tensor the worst rank's.
+
+    `exact`: in half precision, what the same steps leave without it.
+    """
+    by_rank = [_compared(expected, mine, layouts, precision) for mine in found]
+    spread = _spread(_compared(expected, exact, layouts, precision)) if exact else {}
     rows = []
     for same in zip(*by_rank, strict=True):
         worst = max(range(len(same)), key=lambda r: (_badness(same[r].error), -r))
-        rows.append(replace(same[worst], rank=worst))
+        row = replace(same[worst], rank=worst)
+        rows.append(replace(row, tolerance=max(row.tolerance, spread.get(row.name, 0.0))))
     return VerifyReport(len(found), tuple(rows))
+
+
+def _spread(rows: list[Row]) -> dict[str, float]:
+    """How far each tensor may be from one device's, of what half precision alone makes of it there.
+
+    A tensor that it happens to have left nearly alone counts as the median of its kind.
+    """
+    kinds: dict[str, list[float]] = {}
+    for row in rows:
+        kinds.setdefault(_kind(row), []).append(_badness(row.error))
+    return {r.name: SPREAD * max(r.error, statistics.median(kinds[_kind(r)])) for r in rows}
+
+
+def _kind(row: Row) -> str:
+    """ "loss", "gradient", "optimizer", or "" of parameters and buffers."""
+    word = row.name.partition(" ")[0]
+    return word if word != row.name else ""
 
 
 def _badness(error: float) -> float:
@@ -188,9 +232,10 @@ def _badness(error: float) -> float:
     return float("inf") if math.isnan(error) else error
 
 
-def _compared(expected: Trained, mine: Trained, layouts: Mapping[str, str]) -> list[Row]:
+def _compared(expected: Trained, mine: Trained, layouts: Mapping[str, str], precision: Precision) -> list[Row]:
     floats = [x.dtype for x in expected.state.values() if x.is_floating_point()]
-    loose = max((TOLERANCE.get(d, 1e-5) for d in floats), default=1e-5)
+    half: torch.dtype | None = getattr(torch, COMPUTE_DTYPE[precision]) if precision in HALF else None
+    loose = max((TOLERANCE.get(half or d, 1e-5) for d in floats), default=1e-5)
     rows = []
     for step, (a, b) in enumerate(zip(expected.losses, mine.losses, strict=True)):
         rows.append(Row(f"loss of step {step + 1}", "", abs(a - b) / max(abs(a), 1e-30), loose))
@@ -200,7 +245,7 @@ def _compared(expected: Trained, mine: Trained, layouts: Mapping[str, str]) -> l
         if gradient is None or other is None:
             rows.append(Row(label, layouts.get(name, ""), 0.0 if gradient is other else float("inf"), loose))
         else:
-            rows.append(_row(label, layouts.get(name, ""), gradient, other, zero=_scale(expected)))
+            rows.append(_row(label, layouts.get(name, ""), gradient, other, half, _scale(expected)))
     for kind, wanted, given in (("", expected.state, mine.state), ("optimizer ", expected.optimizer, mine.optimizer)):
         for name, tensor in wanted.items():
             found = given.get(name)
@@ -209,7 +254,7 @@ def _compared(expected: Trained, mine: Trained, layouts: Mapping[str, str]) -> l
                 rows.append(Row(label, layout, float("inf"), loose))
             else:
                 zero = _largest_alike(name, wanted) if kind else _scale(expected) * LEARNING_RATE / EPS
-                rows.append(_row(label, layout, tensor, found, zero))
+                rows.append(_row(label, layout, tensor, found, half, zero))
     return rows
 
 
@@ -225,13 +270,16 @@ def _largest_alike(name: str, moments: Tensors) -> float:
     return max((float(x.abs().max()) for x in alike if x.numel()), default=0.0)
 
 
-def _row(name: str, layout: str, a: Tensor, b: Tensor, zero: float = 0.0) -> Row:
+def _row(name: str, layout: str, a: Tensor, b: Tensor, half: torch.dtype | None, zero: float) -> Row:
     """`zero`: the largest entry of all tensors of this kind; of a parameter, what an update makes of a gradient's. One
     whose entries are all below the rounding noise of it is zero in exact arithmetic (the bias of keys, a bias before
     batch norm) and has no scale of its own."""
     if a.numel() == 0 or not (a.is_floating_point() or a.is_complex()):
         return Row(name, layout, 0.0 if bool(torch.equal(a, b)) else float("inf"), 0.0)
-    tolerance = TOLERANCE.get(a.dtype, 1e-5)
-    noise = zero * torch.finfo(a.dtype).eps * 1e2
+    if a.dtype != b.dtype:
+        return Row(name, layout, float("inf"), 0.0)
+    used = half or a.dtype
+    tolerance = TOLERANCE.get(used, 1e-5)
+    noise = zero * torch.finfo(used).eps * (NOISE if half is None else NOISE_HALF)
     scale = max(float(a.abs().max()), noise / tolerance, 1e-30)
     return Row(name, layout, float((a.double() - b.double()).abs().max()) / scale, tolerance)

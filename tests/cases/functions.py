@@ -367,6 +367,10 @@ PRODUCTS: dict[str, Made] = {
     "attention_wide_value": three(
         lambda x, y, z: F.scaled_dot_product_attention(x, y, z), (6, 6, 3, 4), (6, 6, 3, 4), (6, 6, 3, 6)
     ),
+    "attention_narrow_value": three(
+        lambda x, y, z: F.scaled_dot_product_attention(x, y, z, is_causal=True, enable_gqa=True),
+        (6, 6, 3, 6), (6, 3, 3, 6), (6, 3, 3, 4),
+    ),
 }  # fmt: skip
 
 

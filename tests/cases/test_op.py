@@ -548,6 +548,18 @@ def test_x01_gradients_of_means_are_not_counted_once_a_rank(name: str) -> None:
     forced(MEANS[name], x, on=(2, 3, 4), differs_from=lambda x, y: 2 * MEANS[name](x, y))
 
 
+@pytest.mark.parametrize("sizes", [(6, 4), (4, 6)])
+def test_heads_of_unequal_sizes_take_the_fused_kernel(sizes: tuple[int, int]) -> None:
+    """Of queries and keys the first, of values the second; no score lies in memory."""
+    shapes = {"x": (4, 4, 6, sizes[0]), "y": (4, 2, 6, sizes[0]), "z": (4, 2, 6, sizes[1])}
+    _, plans = forced(
+        lambda x, y, z: F.scaled_dot_product_attention(x, y, z, is_causal=True, enable_gqa=True),
+        {n: unequal(*s, seed=i) for i, (n, s) in enumerate(shapes.items())}, on=(2,),
+    )  # fmt: skip
+    assert used(plans, "aten._scaled_dot_product_flash_attention_for_cpu.default")
+    assert not used(plans, "aten._softmax.default") and not used(plans, "aten._safe_softmax.default")
+
+
 @pytest.mark.parametrize("kv", [4, 2])
 @pytest.mark.parametrize("causal", [True, False])
 def test_x03_attention_cut_along_batch_heads_and_queries(causal: bool, kv: int) -> None:

@@ -267,7 +267,7 @@ class _Cutter:
         wanted = list(dict.fromkeys(r for n in nodes for p, r in enumerate(n.refs) if self.joins(n, p)))
         if not wanted:
             return None
-        inside = self._makers(wanted)
+        inside = [replace(n, phase=Phase.FORWARD) for n in self._makers(wanted)]
         leaving = [GraphOutput(kind=OutputKind.OUTPUT, target=str(k), value=v) for k, v in enumerate(wanted)]
         return Graph(
             name=self.top.name, inputs=self._inputs(inside, leaving, ()), nodes=tuple(inside), outputs=tuple(leaving)

@@ -16,10 +16,12 @@ from autopar.codegen.tables import may_draw
 from autopar.errors import PlanError
 from autopar.ir.ends import before_blocks
 from autopar.ir.graph import Block, BlockCall, CapturedGraph, Graph, InputKind, Node, OutputKind
+from autopar.ir.halves import late_nodes
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan, mesh_of
 from autopar.ir.program import Program
 from autopar.ir.reshard import Collective
+from autopar.ir.schedules import in_halves
 from autopar.ir.staged import (
     MICRO,
     RECEIVED,
@@ -116,7 +118,8 @@ def _after(whole: Whole, graph: Graph | None) -> Program | None:
 
 def _program(layouts: PartLayouts) -> Program:
     """A part's graph in micro-batches."""
-    program = replace(lower_by(layouts.captured, layouts), sums=True)
+    halves = in_halves(layouts.plan.schedule.name)
+    program = replace(lower_by(layouts.captured, layouts, late_nodes if halves else None), sums=True)
     check_names(program)
     if layouts.plan.schedule.micro_batches > 1:
         _refuse_joins(program)

@@ -1,0 +1,44 @@
+"""A model in half precision on one device: what a plan in bf16 or fp16 is compared with.
+
+Its parameters and persistent buffers, and floating arguments, are cast anew in every call; gradients arrive at the
+parameters as they are stored, where the optimizer works. So stored parameters are the master weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.ir.options import COMPUTE_DTYPE, Precision
+
+WIDER = (torch.float32, torch.float64)
+
+
+def narrowed(model: nn.Module, precision: Precision) -> Callable[..., Any]:
+    """The model's forward in a half precision. What it writes into persistent buffers, the stored ones get."""
+    half: torch.dtype = getattr(torch, COMPUTE_DTYPE[precision])
+
+    def cast(tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            return tree.to(half) if tree.dtype in WIDER else tree
+        if isinstance(tree, Mapping):
+            return {key: cast(value) for key, value in tree.items()}
+        return type(tree)(map(cast, tree)) if type(tree) in (list, tuple) else tree
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        persistent = model.state_dict(keep_vars=True)
+        stored = {name: b for name, b in model.named_buffers() if name in persistent and b.dtype in WIDER}
+        buffers = cast(stored)
+        before = {name: b._version for name, b in buffers.items()}
+        state = {**cast(dict(model.named_parameters())), **buffers}
+        found = torch.func.functional_call(model, state, cast(args), cast(kwargs))
+        with torch.no_grad():
+            for name, buffer in stored.items():
+                if buffers[name]._version != before[name]:
+                    buffer.copy_(buffers[name])
+        return found
+
+    return run
