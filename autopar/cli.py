@@ -618,10 +618,11 @@ def doctor(
 
     with working("doctor") as progress:
         progress("look around", 0.0)
+        from autopar.runtime.groups import carrier
         from autopar.runtime.launch import launch
 
         kernels = native.found()
-        found = list(facts(launch, ranks, (kernels.kernels is not None, kernels.reason)))
+        found = list(facts(launch, ranks, (kernels.kernels is not None, kernels.reason), carrier))
     if json_:
         print(json.dumps({"facts": [{"what": w, "ok": ok, "detail": d} for w, ok, d in found]}, indent=1))
     else:

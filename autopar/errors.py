@@ -76,6 +76,10 @@ class RankError(AutoparError):
     exit_code = 4
 
 
+class LostRankError(RankError):
+    """Another rank has ended, was stopped, or did not come: the reason is that rank's."""
+
+
 class CompilerError(AutoparError):
     """A broken promise between rooms: a bug in autopar, with the value that broke it."""
 

@@ -26,12 +26,15 @@ TORCH = "2.13"
 RANKS_LIMIT_S = 60.0
 
 
-def facts(launch: Callable[..., Any], ranks: int, kernels: tuple[bool, str]) -> Iterator[Fact]:
+def facts(
+    launch: Callable[..., Any], ranks: int, kernels: tuple[bool, str], carrier: Callable[[], str]
+) -> Iterator[Fact]:
     """Everything, quickest first.
 
     Args:
-        launch: `launch(function, ranks, timeout_s=...)` starts ranks on this machine.
+        launch: `launch(function, ranks, arguments, timeout_s=...)` starts ranks on this machine.
         kernels: whether our C++ kernels are loaded; which, or why not.
+        carrier: on every rank, what tensors between them go through.
     """
     yield "python", True, f"{platform.python_version()} on {platform.platform(terse=True)}"
     yield from _packages()
@@ -39,7 +42,7 @@ def facts(launch: Callable[..., Any], ranks: int, kernels: tuple[bool, str]) -> 
     yield from _torch()
     loaded, detail = kernels
     yield "own kernels", True if loaded else None, detail if loaded else f"PyTorch's are used: {detail}"
-    yield _ranks(launch, ranks)
+    yield _ranks(launch, ranks, carrier)
 
 
 def _version(package: str) -> str | None:
@@ -84,24 +87,26 @@ def _torch() -> Iterator[Fact]:
         yield "GPU", None, f"{driver}; ranks run on the CPU"
 
 
-def _ranks(launch: Callable[..., Any], ranks: int) -> Fact:
+def _ranks(launch: Callable[..., Any], ranks: int, carrier: Callable[[], str]) -> Fact:
     """Start ranks and let each greet the others; under torchrun, this run's own ranks."""
     if "WORLD_SIZE" in os.environ:
-        ranks, seen, us = greet()
+        ranks, seen, us, carried = greet(carrier)
     else:
         try:
-            ranks, seen, us = launch(greet, ranks, timeout_s=RANKS_LIMIT_S)
+            ranks, seen, us, carried = launch(greet, ranks, (carrier,), timeout_s=RANKS_LIMIT_S)
         except RankError as error:
             return "ranks", False, " ".join(str(error).split())[:300]
     return (
         "ranks",
         len(seen) == ranks,
-        f"{len(seen)} of {ranks} see each other ({', '.join(seen)}); {time_words(us)} a greeting",
+        f"{len(seen)} of {ranks} see each other ({', '.join(seen)}); {time_words(us)} a greeting; "
+        f"tensors on CPUs go through {carried}",
     )
 
 
-def greet() -> tuple[int, list[str], float]:
-    """On every rank: (how many there should be, `rank@host` of those that answered, µs of an all-gather of names)."""
+def greet(carrier: Callable[[], str]) -> tuple[int, list[str], float, str]:
+    """On every rank: (how many there should be, `rank@host` of those that answered, µs of an all-gather of names, what
+    tensors go through)."""
     import torch.distributed as dist
 
     mine = not dist.is_initialized()
@@ -112,7 +117,7 @@ def greet() -> tuple[int, list[str], float]:
     start = time.perf_counter()
     dist.all_gather_object(names, f"{dist.get_rank()}@{socket.gethostname()}")
     us = (time.perf_counter() - start) * 1e6
-    result = dist.get_world_size(), [n for n in names if n], us
+    result = dist.get_world_size(), [n for n in names if n], us, carrier()
     if mine:
         dist.destroy_process_group()
     return result

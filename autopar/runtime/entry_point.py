@@ -161,10 +161,14 @@ def _wait_for_others(folder: Path, ranks: int) -> None:
         time.sleep(0.02)
 
 
+LOST = ("DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "LostRankError")
+"""Errors of a rank that follow from another's."""
+
+
 def _told(error: BaseException) -> tuple[float, str, str, bool]:
     """(time, one line, traceback, True if it looks like a lost connection to a rank that failed before)."""
     text = str(error)
-    lost = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError")
+    lost = type(error).__name__ in LOST
     chain: BaseException | None = error
     while chain is not None:
         words = str(chain)

@@ -1,7 +1,7 @@
 """Ranks as processes: torch.distributed, gloo on CPU and NCCL on GPUs; one process group per mesh axis.
 
 Groups whose ranks are all on one host and compute on its CPU exchange tensors through memory that they share
-(`runtime.shared`), which is faster than gloo at every size. `GroupCommunicator.carriers` says what carries which axis.
+(`runtime.shared`), which is faster than gloo. `GroupCommunicator.carriers` says what carries which axis.
 
 gloo of torch 2.13 carries every collective used here, for floating, integer and boolean dtypes, at 2, 3 and 4 ranks
 (tests/runtime/test_groups.py). Nothing is emulated (`EMULATED` would list it).
@@ -67,7 +67,7 @@ class GroupCommunicator(Communicator):
             if len(members) == 1:
                 continue
             shared, why = shared_group(default_store(), members, self.rank, limit_s)
-            self.carriers[name] = why if shared is not None else f"gloo ({why})"
+            self.carriers[name] = _carrier(shared, why)
             if shared is not None:
                 self._shared[name] = shared
 
@@ -176,6 +176,19 @@ def ranks_started() -> int:
     if not (text.isascii() and text.isdigit() and int(text) >= 1):
         raise UserError(f"WORLD_SIZE is {text!r}; wanted the number of ranks, as torchrun sets it")
     return int(text)
+
+
+def _carrier(shared: SharedGroup | None, why: str) -> str:
+    return why if shared is not None else f"gloo ({why})"
+
+
+def carrier() -> str:
+    """What CPU tensors go through where all ranks meet, for people. Collective over the default process group."""
+    members = list(range(dist.get_world_size()))
+    shared, why = shared_group(default_store(), members, dist.get_rank(), group_timeout_s())
+    if shared is not None:
+        shared.leave()
+    return _carrier(shared, why)
 
 
 def group_timeout_s() -> float:

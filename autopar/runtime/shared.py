@@ -1,6 +1,6 @@
 """Ranks of one host that exchange tensors through memory which they share (native/shared), through ctypes.
 
-Faster than gloo at every size (benchmarks/collectives.py), so it carries a group wherever it can: the ranks are on one
+Faster than gloo (benchmarks/collectives.py), so it carries a group wherever it can: the ranks are on one
 host, under one user, with our kernels. Sums are made in the order of ranks, in float32 for bfloat16 and float16.
 
 A rank that has ended, or has been stopped by a signal for 2 s, is named by an error on those that wait for it. The
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from autopar import native
-from autopar.errors import RankError
+from autopar.errors import LostRankError, RankError
 from autopar.runtime.draw import DTYPES as FLOATS
 
 _POINTER, _I32, _I64, _F64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
@@ -95,7 +95,7 @@ class Handle:
         return self._group._ended(self._ticket)
 
     def wait(self) -> None:
-        """RankError where a rank failed. Waiting again returns at once."""
+        """LostRankError where a rank failed. Waiting again returns at once."""
         self._group._finish(self._ticket)
         self._kept = ()
 
@@ -107,7 +107,8 @@ class SharedGroup:
     in that order, and before what is called afterwards. Every rank makes the same calls in the same order.
 
     Raises (every method):
-        RankError: naming the rank that has ended, been stopped, or not come within `limit_s`; from then on every call.
+        LostRankError: naming the rank that has ended, been stopped, or not come within `limit_s`; from then on every
+            call.
     """
 
     def __init__(self, library: _Library, place: int, members: Sequence[int], rank: int, limit_s: float) -> None:
@@ -202,7 +203,8 @@ class SharedGroup:
             raise AssertionError(f"status {outcome}")
         culprit = self.members[self._call["culprit"](self._place)]
         words = _FAILED[outcome].format(limit=self.limit_s)
-        raise RankError(f"rank {culprit} {words}; rank {self._own} waited for it in a collective of {self.size} ranks")
+        where = f"rank {self._own} waited for it in a group of {self.size} ranks"
+        raise LostRankError(f"rank {culprit} {words}; {where}")
 
     @property
     def _own(self) -> int:

@@ -40,16 +40,30 @@ struct Float16 : Plain<uint16_t, float> {
 };
 
 template <class T, bool kLargest>
+inline typename T::W both(typename T::W a, typename T::W b) {
+    return kLargest ? T::larger(a, b) : T::sum(a, b);
+}
+
+template <class T, bool kLargest>
 inline void add(typename T::W* __restrict total, const typename T::S* __restrict part, int64_t n) {
-    for (int64_t j = 0; j < n; ++j) {
-        total[j] = kLargest ? T::larger(total[j], T::widen(part[j])) : T::sum(total[j], T::widen(part[j]));
-    }
+    for (int64_t j = 0; j < n; ++j) total[j] = both<T, kLargest>(total[j], T::widen(part[j]));
+}
+
+// Two parts need no total in between.
+template <class T, bool kLargest>
+void combine_two(typename T::S* out, const typename T::S* a, const typename T::S* b, int64_t count) {
+#pragma GCC ivdep  // out may be a or b, but then element by element
+    for (int64_t j = 0; j < count; ++j) out[j] = T::narrow(both<T, kLargest>(T::widen(a[j]), T::widen(b[j])));
 }
 
 // out may be one of the parts.
 template <class T, bool kLargest>
 void combine(void* out, const void* const* parts, int32_t n, int64_t count) {
     using S = typename T::S;
+    if (n == 2) {
+        combine_two<T, kLargest>(static_cast<S*>(out), static_cast<const S*>(parts[0]), static_cast<const S*>(parts[1]), count);
+        return;
+    }
     alignas(64) typename T::W total[kBlock];
     for (int64_t at = 0; at < count; at += kBlock) {
         const int64_t here = count - at < kBlock ? count - at : kBlock;

@@ -1,6 +1,5 @@
 #include "mail.h"
 
-#include <cerrno>
 #include <cstdio>
 #include <cstring>
 
@@ -17,6 +16,7 @@ namespace autopar::shared {
 namespace {
 
 constexpr std::int64_t kPage = 4096;
+constexpr int kNoneFree = -1, kNoMemory = -2;
 
 std::int64_t room_for(std::int64_t bytes) {
     std::int64_t room = kPage;
@@ -92,16 +92,15 @@ int Mail::free_buffer(Ring& ring, Peer& peer, std::int64_t bytes) {
         if (found < 0 || capacity < peer.out[static_cast<std::size_t>(found)].capacity) found = static_cast<int>(b);
     }
     if (found >= 0) return found;
-    errno = 0;
-    if (peer.out.size() == kBuffers) return -1;
+    if (peer.out.size() == kBuffers) return kNoneFree;
     const Buffer made{nullptr, size_, room_for(bytes)};
-    if (!resize(heap_, size_ + made.capacity)) return -1;
+    if (!resize(heap_, size_ + made.capacity)) return kNoMemory;
     peer.out.push_back(made);
     Buffer& buffer = peer.out.back();
     buffer.at = mapped(heap_, buffer.offset, buffer.capacity);
     if (buffer.at == nullptr) {
         peer.out.pop_back();
-        return -1;
+        return kNoMemory;
     }
     size_ += buffer.capacity;
     return static_cast<int>(peer.out.size()) - 1;
@@ -111,12 +110,12 @@ Outcome Mail::send(const void* data, std::int64_t bytes, std::int32_t to, std::i
     if (!begin()) return kSystem;
     Ring& ring = group_.segment().ring(group_.rank(), to);
     Peer& peer = peers_[static_cast<std::size_t>(to)];
-    int found = free_buffer(ring, peer, bytes);
-    while (found < 0) {
-        if (errno != 0) return kSystem;
+    int found;
+    while (true) {
         const std::uint32_t seen = ring.done.value.load();
         found = free_buffer(ring, peer, bytes);
-        if (found >= 0) break;
+        if (found == kNoMemory) return kSystem;
+        if (found != kNoneFree) break;
         if (const Outcome o = group_.await(ring.done, seen + 1, to); o != kDone) return o;
     }
     const Buffer& buffer = peer.out[static_cast<std::size_t>(found)];

@@ -35,7 +35,7 @@ private:
     };
 
     bool begin();
-    int free_buffer(Ring& ring, Peer& peer, std::int64_t bytes);  // -1: none, and errno is 0 if one will be
+    int free_buffer(Ring& ring, Peer& peer, std::int64_t bytes);  // its number, or kNoneFree, or kNoMemory
     const std::byte* message(Peer& peer, int from, const Record& record);
     Outcome take(void* data, std::int64_t bytes, int from, const Record& record);
 

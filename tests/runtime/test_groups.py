@@ -1,7 +1,8 @@
-"""Collectives: the same results from threads and from gloo processes, against whole tensors."""
+"""Collectives: the same results from threads and from processes, by gloo and shared memory, against whole tensors."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar import native
 from autopar.errors import PlanError, RankError
 from autopar.ir.layout import Layout, P, Placement, R, S
 from autopar.ir.mesh import Mesh
@@ -109,8 +111,10 @@ def test_threads(name: str) -> None:
     assert len(set(counts)) == 1 and counts[0] > 50
 
 
-def in_process(on: Mesh) -> int:
+def in_process(on: Mesh, carrier: str) -> int:
+    os.environ["AUTOPAR_SHARED_MEMORY"] = "off" if carrier == "gloo" else ""
     rt = communicator(on)
+    assert carrier == "gloo" or native.kernels() is None or set(rt.carriers.values()) == {carrier}
     check_rest(rt)
     x = torch.ones(6, 6)
     uses = storage_uses(x)
@@ -122,9 +126,9 @@ def in_process(on: Mesh) -> int:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("name", ["three", "2x2"])
-def test_gloo_processes(name: str) -> None:
-    assert launch(in_process, MESHES[name].size, (MESHES[name],), timeout_s=80) > 50
+@pytest.mark.parametrize(("name", "carrier"), [("three", "gloo"), ("2x2", "gloo"), ("2x2", "shared memory")])
+def test_processes(name: str, carrier: str) -> None:
+    assert launch(in_process, MESHES[name].size, (MESHES[name], carrier), timeout_s=80) > 50
 
 
 def test_one_device_needs_no_process_group() -> None:

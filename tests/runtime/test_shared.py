@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from autopar import native
+from autopar.errors import RankError
 from autopar.runtime import shared
 from autopar.runtime.groups import EVERY, communicator
 from autopar.runtime.launch import launch
@@ -97,10 +98,11 @@ def sums_as_gloo(group: SharedGroup, mine: Tensor, rows: Tensor) -> int:
 
 
 def uneven(group: SharedGroup) -> None:
-    """Rank i sends (i + 2j) % 3 · 700 rows to rank j; once nobody sends anything."""
+    """Rank i sends (i + 2j) % 3 · 700 rows to rank j; once nobody sends anything; once one rank alone, to the last."""
     n, me = group.size, group.rank
-    for each in (0, 1, 700):
-        give, take = [(me + 2 * j) % 3 * each for j in range(n)], [(i + 2 * me) % 3 * each for i in range(n)]
+    ways: list[Callable[[int, int], int]] = [lambda i, j, each=each: (i + 2 * j) % 3 * each for each in (0, 1, 700)]
+    for rows_of in (*ways, lambda i, j: 3000 * (i == 0 and j == n - 1)):
+        give, take = [rows_of(me, j) for j in range(n)], [rows_of(i, me) for i in range(n)]
         rows = torch.tensor([[me, j] for j, count in enumerate(give) for _ in range(count)]).view(-1, 2)
         got = torch.empty(sum(take), 2, dtype=torch.int64)
         group.all_to_all(rows, got, give, take)
@@ -131,7 +133,7 @@ def messages(group: SharedGroup) -> None:
         group.receive(torch.empty(2, dtype=torch.int64), before, 0)
     group.sent()
     group.send(torch.zeros(3), after, 1)
-    with pytest.raises(shared.RankError, match=f"rank {before} sent another number of bytes"):
+    with pytest.raises(RankError, match=f"rank {before} sent another number of bytes"):
         group.receive(torch.zeros(4), before, 1)
 
 
@@ -206,10 +208,23 @@ def test_the_communicator_says_what_carries() -> None:
     assert second == {"dp": why, EVERY: why}
 
 
+def one_is_killed() -> None:
+    rt = communicator(mesh(dp=3))
+    rt.barrier()
+    if rt.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rt.barrier()
+
+
+def test_the_first_failure_is_the_one_that_is_told() -> None:
+    with pytest.raises(RankError, match="rank 1 of 3 was killed by SIGKILL"):
+        launch(one_is_killed, 3, timeout_s=60)
+
+
 RANK = """
     import sys, time, torch
     from torch.distributed import TCPStore
-    from autopar.errors import RankError
+    from autopar.errors import LostRankError
     from autopar.runtime.shared import shared_group
     own, port = int(sys.argv[1]), int(sys.argv[2])
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -224,7 +239,7 @@ RANK = """
         for call in (lambda: group.all_reduce(torch.ones(9), torch.ones(9)), group.barrier):
             try:
                 call()
-            except RankError as error:
+            except LostRankError as error:
                 print(error, flush=True)
     print(*[line.split()[-2:] for line in open("/proc/self/maps") if "memfd:autopar" in line][0], flush=True)
 """
@@ -263,7 +278,7 @@ def test_a_killed_and_a_stopped_rank_are_named() -> None:
             start = time.monotonic()
             os.kill(ranks[victim].pid, by)
             for own in (0, 2):
-                wanted = f"rank {victim} {words}; rank {own} waited for it in a collective of 3 ranks"
+                wanted = f"rank {victim} {words}; rank {own} waited for it in a group of 3 ranks"
                 assert [line(ranks[own]), line(ranks[own])] == [wanted, wanted]
             assert time.monotonic() - start < 5
         assert line(ranks[0]) == "/memfd:autopar (deleted)"
