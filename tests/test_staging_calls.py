@@ -18,7 +18,7 @@ from autopar.ir.options import Options
 from autopar.ir.plan import all_ranks
 from autopar.ir.strategy import Rule
 from autopar.ops.entry import Pieces
-from autopar.runtime.pipeline import Step
+from autopar.runtime.pipeline_step import Step
 from autopar.runtime.threads import run_threads
 from autopar.sharding import carry
 from autopar.sharding.expand import cuts_alike
