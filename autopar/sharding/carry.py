@@ -49,7 +49,7 @@ def cuts_of(plan: Plan, captured: CapturedGraph, cache: RuleCache) -> Iterator[t
         largest = -(-given // ranks)
         smallest = given - largest * ((given - 1) // largest)
         each = -(-planned // (ranks * times))
-        most = min(-(-largest // each), smallest) if times > 1 else 1
+        most = -(-largest // each) if times > 1 else 1
         for count in range(most, 0, -1):
             if _filled(largest, count) and _filled(smallest, count):
                 yield count, True
@@ -57,6 +57,7 @@ def cuts_of(plan: Plan, captured: CapturedGraph, cache: RuleCache) -> Iterator[t
 
 
 def _filled(rows: int, pieces: int) -> bool:
+    """True if no piece of so many rows is empty."""
     return -(-rows // pieces) * (pieces - 1) < rows
 
 
