@@ -53,7 +53,7 @@ from autopar.runtime.compiled import CompiledModule
 from autopar.runtime.deferred import DeferredModule
 from autopar.runtime.groups import communicator, init_ranks, ranks_started
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.staged import Compiled as StagedCompiled
+from autopar.runtime.staged_state import Compiled as StagedCompiled
 from autopar.runtime.threads import run_threads
 from autopar.runtime.watch import Seen, Watcher, aligned, edited, missing, watched
 from autopar.verification import DRAWN_ALIKE, TOLERANCE, Trained, VerifyReport, compare, objective, reference, train

@@ -18,7 +18,8 @@ from autopar.ir.staged import StagedProgram, StagedSource
 from autopar.ir.timeline import Timeline
 from autopar.runtime.calls import Request
 from autopar.runtime.comm import Communicator
-from autopar.runtime.staged import Compiled, StagedModule
+from autopar.runtime.staged import StagedModule
+from autopar.runtime.staged_state import Compiled
 from autopar.runtime.threads import run_threads
 from autopar.verification import Trained, train
 

@@ -18,7 +18,7 @@ from autopar.ir.options import Options
 from autopar.ir.plan import all_ranks
 from autopar.ir.staged import MICRO
 from autopar.runtime.comm import View
-from autopar.runtime.pipeline import Step
+from autopar.runtime.pipeline_step import Step
 from autopar.runtime.threads import run_threads
 from tests.models import tiny
 

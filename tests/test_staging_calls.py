@@ -18,7 +18,7 @@ from autopar.ir.options import Options
 from autopar.ir.plan import all_ranks
 from autopar.ir.strategy import Rule
 from autopar.ops.entry import Pieces
-from autopar.runtime.pipeline import Step
+from autopar.runtime.pipeline_step import Step
 from autopar.runtime.threads import run_threads
 from autopar.sharding import carry
 from autopar.sharding.expand import cuts_alike
@@ -49,6 +49,7 @@ def compiled_on(everyone, plan, model, inputs):
         ("tied", SMALL, 4, 2, 5, 1),  # fewer rows than micro-batches
         ("tied", SMALL, 4, 30, 11, 10),
         ("tied", {"pp": 2, "dp": 2, "tp": 1}, 3, 7, None, 2),  # ranks have 4 and 3 rows
+        ("tied", {"pp": 2, "dp": 2, "tp": 1}, 6, 5, None, 2),  # 3 and 2 rows: 2 1 and 1 1
         ("tied", {"pp": 2, "dp": 2, "tp": 1}, 3, 1, None, 1),  # fewer rows than ranks
         ("tied", {"pp": 2, "dp": 2, "tp": 1, "*weight": "dp:S(0)"}, 2, 7, None, 2),
         ("tied", {"pp": 2, "dp": 1, "tp": 2}, 2, 7, 5, 2),

@@ -19,7 +19,7 @@ from autopar.ir.schedules import build_schedule
 from autopar.ir.stages import Halves, in_flight, ramp_of
 from autopar.ir.work import StageWork, Task
 from autopar.present import arguments
-from autopar.runtime.pipeline import Step
+from autopar.runtime.pipeline_step import Step
 from autopar.runtime.threads import run_threads
 from tests.test_staging import SMALL, made, planned
 

@@ -23,6 +23,8 @@ from autopar.ir.timeline import Timeline
 from autopar.runtime.comm import Communicator
 
 NOTHING = "report: no step was measured; call module.measure(steps=3), train 4 steps or more, then report again"
+NOISE_US = 1e-3
+"""What sums of prices may be off by."""
 BEFORE, AFTER, STEP, WAITED = "before", "after", "step", "waits"
 """What is no action: what a step does before its first and after its last one; all of the step; waiting."""
 
@@ -126,5 +128,5 @@ def _predicted(timeline: Timeline, stage: int) -> dict[str, float]:
     waits = spent.get("bubble", 0.0) + spent.get("exposed:send", 0.0)
     found[WAITED], found[STEP] = waits, timeline.step_us - optimizer  # type: ignore[assignment]
     rest = found[STEP] - waits - sum(us for name, us in found.items() if name not in (WAITED, STEP))
-    found[AFTER] = max(0.0, rest)  # type: ignore[assignment,call-overload]
+    found[AFTER] = rest if rest > NOISE_US else 0.0  # type: ignore[assignment]
     return dict(found)

@@ -9,164 +9,32 @@ last; where another one comes the step runs again with it, which is once each ti
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import InputError, PlanError, UserError
+from autopar.errors import InputError, UserError
 from autopar.ir.account import StagesReport
 from autopar.ir.graph import CapturedGraph, OutputKind, TensorMeta
 from autopar.ir.layout import Kind, Layout, parse_layout
 from autopar.ir.plan import STAGE, Plan
-from autopar.ir.staged import StagedProgram, StagedSource
 from autopar.ir.timeline import Timeline
 from autopar.runtime.calls import (
     Planned,
     Request,
-    Wanted,
-    add_program,
-    autocast_now,
-    captured_leaves,
-    leaves_of,
-    modes_of,
-    read_call,
-    unfrozen,
 )
 from autopar.runtime.comm import Communicator
 from autopar.runtime.compiled import CompiledModule
 from autopar.runtime.parameters import Weights, storage_layouts, unwrap, wrap
-from autopar.runtime.pipeline import Pipeline, Result, Step
+from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.pipeline_step import Result, Step
 from autopar.runtime.stage_times import NOTHING, StageClock, StageMeasuring
-
-Compiled = tuple[CapturedGraph, Plan, StagedProgram, StagedSource]
-
-
-@dataclass(frozen=True, slots=True)
-class _Program:
-    """One captured graph ready to run, for calls of one kind."""
-
-    planned: Planned
-    captured: CapturedGraph
-    pipeline: Pipeline
-    constants: Mapping[str, Tensor]
-
-
-@dataclass
-class _State:
-    """See `CompiledModule`. `captured`, `plan`, `source` and `pipeline` are what the module was compiled with, and
-    `programs` all that there are, the one called last at the end. `scale`: what backwards begin with."""
-
-    captured: CapturedGraph
-    plan: Plan
-    source: StagedSource
-    pipeline: Pipeline
-    rt: Communicator
-    recompile: Callable[[Request], Compiled] | None
-    predicts: Callable[[], Timeline] | None
-    stored: Mapping[str, Layout]
-    trains: Mapping[str, bool]
-    weights: Weights = field(init=False)
-    programs: OrderedDict[Wanted, _Program] = field(default_factory=OrderedDict)
-    modules: Mapping[str, nn.Module] = field(default_factory=dict)
-    replans: int = 0
-    seed: int = 0
-    step: int = 0
-    measuring: StageMeasuring | None = None
-    scale: float = 1.0
-    scaler: torch.amp.GradScaler | None = None
-
-    def root(self, module: nn.Module) -> None:
-        """The module is this one now."""
-        self.weights.root = module
-        self.modules = dict(module.named_modules())
-
-    def add_first(self) -> None:
-        """The program that the module was compiled with."""
-        captured = self.captured
-        wanted = Wanted(
-            modes=modes_of(tuple(self.modules.values())), leaves=captured_leaves(captured),
-            autocast=autocast_now(self.rt.device),
-        )  # fmt: skip
-        self.programs[wanted] = self._ready(captured, self.pipeline, Planned(wanted=wanted, plan=self.plan, seconds=0))
-
-    def program_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Program, dict[str, Tensor]]:
-        """(what runs this call, made now if there is a way to; the call's tensors by path).
-
-        Raises:
-            InputError: the call differs from the captured one and there is no way to run it; says how it differs.
-        """
-        signature = self.captured.signature
-        given = read_call(signature, args, kwargs)
-        as_captured = signature.as_captured or (lambda dtype: dtype)
-        wanted = Wanted(
-            modes=modes_of(tuple(self.modules.values())), leaves=leaves_of(given, as_captured),
-            unfrozen=unfrozen(self.weights.parameters, self.trains), autocast=autocast_now(self.rt.device),
-        )  # fmt: skip
-        found = self.programs.get(wanted)
-        if found is None:
-            found = self._made_again(wanted, args, kwargs)
-        self.programs.move_to_end(wanted)
-        dtypes = {i.target: getattr(torch, i.value.meta.dtype) for i in found.captured.top.inputs}
-        return found, {
-            path: x.detach().to(self.rt.device, dtypes.get(path, x.dtype))
-            for path, x in given.items()
-            if isinstance(x, Tensor)
-        }
-
-    def _made_again(self, wanted: Wanted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
-        known = next(reversed(self.programs))
-        if self.recompile is None:
-            self.captured.signature.flatten(args, kwargs)
-            raise InputError(
-                f"the module is called as ({wanted}), and was made for ({known}): make it by compile(), which can make "
-                "what runs this call"
-            )
-        if wanted.unfrozen or any(grad for _, _, _, grad in wanted.leaves):
-            raise InputError(
-                f"the module is called as ({wanted}), its plan with stages is for ({known}): with stages this version "
-                "gives no gradients of inputs, nor of parameters that were frozen when it was compiled"
-            )
-        start = time.perf_counter()
-        modes = {path: m.training for path, m in self.modules.items()}
-        with torch.inference_mode(False):
-            captured, plan, program, source = self.recompile(
-                Request(wanted=wanted, modes=modes, args=args, kwargs=kwargs)
-            )
-            pipeline = pipeline_of(captured, plan, program, source, self.pipeline.everyone)
-            missing = _held(captured, plan, pipeline) - _held(self.captured, self.plan, self.pipeline)
-            if missing or any(p.layout != self.plan.parameters[n].layout for n, p in plan.parameters.items()):
-                raise PlanError(
-                    f"called so the model reads {min(missing, default='parameters')} on another stage than before, or "
-                    "stored otherwise: search for these inputs"
-                )
-            planned = Planned(wanted=wanted, plan=plan, seconds=time.perf_counter() - start)
-            found = self._ready(captured, pipeline, planned)
-        self.replans += 1
-        add_program(self.programs, wanted, found)
-        return found
-
-    def _ready(self, captured: CapturedGraph, pipeline: Pipeline, planned: Planned) -> _Program:
-        constants = {name: value.to(self.rt.device) for name, value in captured.constants.items()}
-        return _Program(planned, captured, pipeline, constants)
-
-
-def pipeline_of(
-    captured: CapturedGraph, plan: Plan, program: StagedProgram, source: StagedSource, everyone: Communicator
-) -> Pipeline:  # fmt: skip
-    """This rank's parts of a program, ready to run."""
-    stored = storage_layouts({name: p.layout for name, p in plan.parameters.items()}, program.mesh)
-    return Pipeline(
-        program, source, everyone,
-        {p.name: (p.meta.shape, stored[p.name]) for p in captured.parameters if p.name in stored},
-        {i.value.name: i.target for i in captured.top.inputs},
-    )  # fmt: skip
+from autopar.runtime.staged_state import Compiled, ReadyProgram, StagedState, held_here, pipeline_of
 
 
 class StagedModule(CompiledModule):
@@ -184,7 +52,7 @@ class StagedModule(CompiledModule):
         seed: of the random ops, the same on every rank.
     """
 
-    _autopar: _State
+    _autopar: StagedState
 
     def __init__(
         self, compiled: Compiled, model: nn.Module, everyone: Communicator, *,
@@ -199,13 +67,13 @@ class StagedModule(CompiledModule):
         layouts = {n: stored[p.name] for p in captured.parameters for n in (p.name, *p.aliases) if p.name in stored}
         dtypes = {n: p.meta.dtype for p in captured.parameters for n in (p.name, *p.aliases)}
         dtypes |= {n: b.meta.dtype for b in captured.buffers for n in (b.name, *b.aliases)}
-        self._autopar = state = _State(
+        self._autopar = state = StagedState(
             captured=captured, plan=plan, source=source, pipeline=pipeline, rt=rt, recompile=recompile,
-            predicts=predicts, stored=stored,
+            predicts=predicts,
             trains={p.name: p.requires_grad for p in captured.parameters}, seed=seed,
         )  # fmt: skip
         first = _firsts(model)
-        here = {first[name] for name in _held(captured, plan, pipeline)}
+        here = {first[name] for name in held_here(captured, plan, pipeline)}
         state.weights = Weights(self, model, layouts, dtypes, rt, here)
         self.training = model.training
         if self.training != captured.training:
@@ -324,7 +192,7 @@ class StagedModule(CompiledModule):
         state = self._autopar
         return next(p.name for p in state.captured.parameters if state.weights.first[p.name] == name)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], records: bool) -> tuple[_Program, list[Tensor]]:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], records: bool) -> tuple[ReadyProgram, list[Tensor]]:
         state = self._autopar
         state.weights.require_loaded()
         program, given = state.program_for(args, kwargs)
@@ -350,15 +218,6 @@ class StagedModule(CompiledModule):
         state = self._autopar
         parts = (p.index for p in state.pipeline.program.parts if name in p.main.parameters)
         return next(map(state.pipeline.home, parts), state.plan.parameters[name].stage)
-
-
-def _held(captured: CapturedGraph, plan: Plan, pipeline: Pipeline) -> set[str]:
-    """Parameters of this stage: those that its parts read; of those that none reads, those that the plan puts here."""
-    metas = {p.name for p in captured.parameters}
-    read = {name for part in pipeline.program.parts for name in part.main.parameters}
-    mine = {name for part in pipeline.parts for name in part.main.parameters if name in metas}
-    return mine | {p.name for p in captured.parameters
-                   if p.name not in read and plan.parameters[p.name].stage == pipeline.stage}  # fmt: skip
 
 
 def _firsts(model: nn.Module) -> dict[str, str]:
@@ -397,7 +256,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, state: _State, program: _Program, given: dict[str, Tensor], records: bool, *tensors: Tensor
+        ctx: Any, state: StagedState, program: ReadyProgram, given: dict[str, Tensor], records: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         captured, first = program.captured, state.weights.first
         names = list(state.weights.parameters)
@@ -444,7 +303,7 @@ class _Run(torch.autograd.Function):
         return (None, None, None, None, *wrapped)
 
 
-def _measured(state: _State, program: _Program, records: bool) -> AbstractContextManager[StageClock | None]:
+def _measured(state: StagedState, program: ReadyProgram, records: bool) -> AbstractContextManager[StageClock | None]:
     """The clock of a step that is measured: of a call as the plan is for."""
     if state.measuring is None or not records or program.pipeline is not state.pipeline:
         return nullcontext()
@@ -455,7 +314,7 @@ def _measured(state: _State, program: _Program, records: bool) -> AbstractContex
 class _Call:
     """One call, which can run again with the same numbers. `drawn`: where its random numbers begin."""
 
-    program: _Program
+    program: ReadyProgram
     given: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
     buffers: dict[str, Tensor]
@@ -482,7 +341,7 @@ def _tangents(captured: CapturedGraph, loss: int, scale: float, device: torch.de
     return found
 
 
-def _outward(program: _Program, result: Result, metas: list[TensorMeta]) -> list[Tensor]:
+def _outward(program: ReadyProgram, result: Result, metas: list[TensorMeta]) -> list[Tensor]:
     """What the user gets: single numbers on every rank, other outputs on the last stage."""
     pipeline = program.pipeline
     layouts: list[Layout | None] = [None] * len(metas)

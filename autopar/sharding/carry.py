@@ -48,7 +48,8 @@ def cuts_of(plan: Plan, captured: CapturedGraph, cache: RuleCache) -> Iterator[t
         ranks, times = plan.mesh.axes.get(DATA, 1), plan.schedule.micro_batches
         largest = -(-given // ranks)
         smallest = given - largest * ((given - 1) // largest)
-        most = min(-(-largest // max(1, planned // (ranks * times))), smallest) if times > 1 else 1
+        each = -(-planned // (ranks * times))
+        most = -(-largest // each) if times > 1 else 1
         for count in range(most, 0, -1):
             if _filled(largest, count) and _filled(smallest, count):
                 yield count, True
@@ -56,6 +57,7 @@ def cuts_of(plan: Plan, captured: CapturedGraph, cache: RuleCache) -> Iterator[t
 
 
 def _filled(rows: int, pieces: int) -> bool:
+    """True if no piece of so many rows is empty."""
     return -(-rows // pieces) * (pieces - 1) < rows
 
 
