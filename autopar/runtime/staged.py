@@ -9,6 +9,7 @@ last; where another one comes the step runs again with it, which is once each ti
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -81,6 +82,14 @@ class _State:
     measuring: StageMeasuring | None = None
     scale: float = 1.0
     scaler: torch.amp.GradScaler | None = None
+
+    def copied(self, root: nn.Module) -> _State:
+        """See `CompiledModule.__deepcopy__`."""
+        new = copy.copy(self)
+        new.weights = self.weights.of_copy(root)
+        new.modules = dict(root.named_modules())
+        new.programs = OrderedDict(self.programs)
+        return new
 
     def root(self, module: nn.Module) -> None:
         """The module is this one now."""
