@@ -21,20 +21,14 @@ CASES = "shared/cases/field-cases.md"
 KINDS = ("CAP", "OP", "NUM", "CLU", "SOL", "USE", "X")
 
 WAITING = {
-    "NUM-07": "pipeline",
-    "NUM-13": "pipeline",
-    "NUM-28": "pipeline",
     "X-04": "checkpoint",
 }
 """Row -> the room that it waits for."""
 
 PARTLY = {
     "CAP-21": ("offload", "the same with offload on"),
-    "NUM-01": ("pipeline", "micro-batches inside the plan"),
-    "NUM-03": ("pipeline", "a micro-batch of the plan in which every label is ignored"),
     "NUM-06": ("offload", "clipping with offload on"),
     "NUM-24": ("offload", "an overflow in an offloaded gradient"),
-    "NUM-26": ("pipeline", "micro-batches inside the plan"),
     "CLU-05": ("pipeline", "expert parallelism and stages, which are strategies as well"),
     "CLU-11": ("pipeline", "the training of layers on stages"),
     "CLU-12": ("pipeline", "stage sizes that do not sum to the layers"),
