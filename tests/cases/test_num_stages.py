@@ -104,7 +104,7 @@ def test_num03_a_whole_batch_without_labels_is_as_eager() -> None:
 
 
 def test_num07_the_norm_is_that_of_all_stages() -> None:
-    """Stages whose gradients have norms 3 and 5: sqrt(34) on every rank. Seen to fail: each stage's own."""
+    """Stages whose gradients have norms 3 and 5: sqrt(34) on every rank."""
     model, batch = lm(layers=2), text()
 
     def once(module: StagedModule) -> tuple[float, float, dict[str, Tensor]]:
