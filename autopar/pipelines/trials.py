@@ -167,7 +167,7 @@ def _of_stages(task: Task, stages: int, pins: Pins, allowed: Allowed) -> Iterato
                 continue
             mesh, share = stage_mesh(data, tensor, task.cluster, experts), batch // data // experts
             for rows in _micro_batch_rows(task.options, share, whole=stages == 1):
-                load = Load(stages=stages, micro_batches=share // rows)
+                load = Load(stages=stages, micro_batches=-(-share // rows))
                 for schedule in _schedules(task.options, stages):
                     yield Trial(load=load, mesh=mesh, rows=rows, schedule=schedule)
 
@@ -200,8 +200,9 @@ def devices_are_many(task: Task) -> bool:
 def _micro_batch_rows(options: Options, rows: int, *, whole: bool) -> Iterator[int]:
     """Sizes of a rank's micro-batch: powers of two that divide its rows, or what the options ask; `whole`: all too."""
     if options.micro_batches is not None:
-        if rows % options.micro_batches == 0:
-            yield rows // options.micro_batches
+        size = -(-rows // options.micro_batches)
+        if -(-rows // size) == options.micro_batches:  # the last one may be smaller
+            yield size
         return
     size = 1
     while size <= min(rows, LARGEST_MICRO_BATCH):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -28,6 +29,9 @@ class Held(Protocol):
 
     def root(self, module: nn.Module) -> None:
         """The module is this one now."""
+
+    def copied(self, root: nn.Module) -> Held:
+        """The same for a copy of the module: other weights, and a table of programs that grows on its own."""
 
 
 class CompiledModule(nn.Module):
@@ -120,6 +124,17 @@ class CompiledModule(nn.Module):
             "a compiled module cannot be pickled (it holds this rank's process groups): save module.state_dict(), or "
             "module.full_state_dict() for the plain model, and compile again"
         )
+
+    def __deepcopy__(self: Module, memo: dict[int, Any]) -> Module:
+        """A module with weights of its own that runs the same programs (an average of the weights, for example)."""
+        new = type(self).__new__(type(self))
+        nn.Module.__init__(new)
+        memo[id(self)] = new
+        for key, value in self.__dict__.items():
+            if key != "_autopar":
+                new.__dict__[key] = copy.deepcopy(value, memo)
+        new._autopar = self._autopar.copied(new)
+        return new
 
     def become(self, other: nn.Module) -> None:
         """Make `other` this module: the same object to whoever holds it. This one is not to be used any more."""

@@ -27,6 +27,7 @@ from autopar.runtime.comm import Communicator
 from autopar.runtime.shared import DTYPES, SharedGroup, shared_group
 from autopar.runtime.spread_numbers import serve_whole_numbers
 from autopar.runtime.torch_private import default_store, storage_uses
+from autopar.runtime.whole_steps import serve_whole_steps
 
 EMULATED: frozenset[str] = frozenset()
 """Collectives that a backend lacks and that are made of others here, as "backend/collective"."""
@@ -52,6 +53,7 @@ class GroupCommunicator(Communicator):
         super().__init__(mesh, dist.get_rank(), device)
         self.device_mesh = device_mesh
         serve_whole_numbers()
+        serve_whole_steps()
         self._groups: dict[str, Any] = {name: device_mesh.get_group(name) for name in mesh.names}
         self._under_way: list[tuple[Any, Tensor]] = []
         self._shared: dict[str, SharedGroup] = {}

@@ -201,17 +201,6 @@ class ParallelModule(CompiledModule):
                 found.save(path)
         return found
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        """A module with weights of its own that runs the same programs (an average of the weights, for example)."""
-        new = ParallelModule.__new__(ParallelModule)
-        nn.Module.__init__(new)
-        memo[id(self)] = new
-        for key, value in self.__dict__.items():
-            if key != "_autopar":
-                new.__dict__[key] = copy.deepcopy(value, memo)
-        new._autopar = self._autopar.copied(new)
-        return new
-
 
 class _State:
     """What a ParallelModule knows besides its parameters, under one attribute so that no submodule's name is taken.
@@ -244,7 +233,7 @@ class _State:
         self._trains = {p.name: p.requires_grad for p in captured.parameters}
 
     def copied(self, root: nn.Module) -> _State:
-        """The same for a copy of the module: other weights, and a table of programs that grows on its own."""
+        """See `CompiledModule.__deepcopy__`."""
         new = copy.copy(self)
         new.weights = self.weights.of_copy(root)
         new.modules = dict(root.named_modules())

@@ -198,7 +198,9 @@ class StagedModule(CompiledModule):
         program, given = state.program_for(args, kwargs)
         tensors = state.weights.parameters.values()
         with torch.set_grad_enabled(records):
-            return program, list(_Run.apply(state, program, given, records, *tensors))  # type: ignore[no-untyped-call]
+            # The loss has a backward on every stage, also where all that is here is frozen.
+            trains = torch.zeros((), requires_grad=any(state.trains.values()))
+            return program, list(_Run.apply(state, program, given, records, trains, *tensors))  # type: ignore[no-untyped-call]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state as plain tensors on every rank; loads strictly into the plain model. Collective."""
@@ -256,7 +258,13 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, state: StagedState, program: ReadyProgram, given: dict[str, Tensor], records: bool, *tensors: Tensor
+        ctx: Any,
+        state: StagedState,
+        program: ReadyProgram,
+        given: dict[str, Tensor],
+        records: bool,
+        trains: Tensor,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         captured, first = program.captured, state.weights.first
         names = list(state.weights.parameters)
@@ -300,7 +308,7 @@ class _Run(torch.autograd.Function):
                 continue
             whole = gradient if float(factor) == scale else gradient * (factor.to(gradient.dtype) / scale)
             wrapped.append(wrap(whole.contiguous(), tuple(parameter.shape), state.weights.layouts[name], state.rt))
-        return (None, None, None, None, *wrapped)
+        return (None, None, None, None, None, *wrapped)
 
 
 def _measured(state: StagedState, program: ReadyProgram, records: bool) -> AbstractContextManager[StageClock | None]:

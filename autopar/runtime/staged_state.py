@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -68,6 +69,14 @@ class StagedState:
     measuring: StageMeasuring | None = None
     scale: float = 1.0
     scaler: torch.amp.GradScaler | None = None
+
+    def copied(self, root: nn.Module) -> StagedState:
+        """See `CompiledModule.__deepcopy__`."""
+        new = copy.copy(self)
+        new.weights = self.weights.of_copy(root)
+        new.modules = dict(root.named_modules())
+        new.programs = OrderedDict(self.programs)
+        return new
 
     def root(self, module: nn.Module) -> None:
         """The module is this one now."""

@@ -18,19 +18,28 @@ WIDER = (torch.float32, torch.float64)
 
 
 def narrowed(model: nn.Module, precision: Precision) -> Callable[..., Any]:
-    """The model's forward in a half precision. What it writes into persistent buffers, the stored ones get."""
-    half: torch.dtype = getattr(torch, COMPUTE_DTYPE[precision])
+    """The model's forward in a half precision."""
+    return _cast(model, WIDER, getattr(torch, COMPUTE_DTYPE[precision]))
+
+
+def widened(model: nn.Module) -> Callable[..., Any]:
+    """The model's forward in float32, where a part of it is stored in half precision."""
+    return _cast(model, (torch.bfloat16, torch.float16), torch.float32)
+
+
+def _cast(model: nn.Module, kinds: tuple[torch.dtype, ...], used: torch.dtype) -> Callable[..., Any]:
+    """The forward with tensors of `kinds` cast. What it writes into persistent buffers, the stored ones get."""
 
     def cast(tree: Any) -> Any:
         if isinstance(tree, Tensor):
-            return tree.to(half) if tree.dtype in WIDER else tree
+            return tree.to(used) if tree.dtype in kinds else tree
         if isinstance(tree, Mapping):
             return {key: cast(value) for key, value in tree.items()}
         return type(tree)(map(cast, tree)) if type(tree) in (list, tuple) else tree
 
     def run(*args: Any, **kwargs: Any) -> Any:
         persistent = model.state_dict(keep_vars=True)
-        stored = {name: b for name, b in model.named_buffers() if name in persistent and b.dtype in WIDER}
+        stored = {name: b for name, b in model.named_buffers() if name in persistent and b.dtype in kinds}
         buffers = cast(stored)
         before = {name: b._version for name, b in buffers.items()}
         state = {**cast(dict(model.named_parameters())), **buffers}

@@ -18,23 +18,26 @@ import pytest
 TESTS = Path(__file__).parents[1]
 CASES = "shared/cases/field-cases.md"
 """The field cases are in a folder beside the repository (`../shared`), or above that, not in it."""
-KINDS = ("CAP", "OP", "NUM", "CLU", "SOL", "USE", "X")
+KINDS = ("CAP", "OP", "NUM", "CLU", "MEM", "SOL", "USE", "X")
 
 WAITING = {
-    "NUM-07": "pipeline",
-    "NUM-13": "pipeline",
-    "NUM-28": "pipeline",
+    "MEM-08": "checkpoint",
+    "MEM-10": "offload",
+    "MEM-14": "offload",
+    "MEM-16": "offload",
+    "MEM-17": "offload",
+    "MEM-19": "checkpoint",
     "X-04": "checkpoint",
 }
 """Row -> the room that it waits for."""
 
 PARTLY = {
     "CAP-21": ("offload", "the same with offload on"),
-    "NUM-01": ("pipeline", "micro-batches inside the plan"),
-    "NUM-03": ("pipeline", "a micro-batch of the plan in which every label is ignored"),
     "NUM-06": ("offload", "clipping with offload on"),
     "NUM-24": ("offload", "an overflow in an offloaded gradient"),
-    "NUM-26": ("pipeline", "micro-batches inside the plan"),
+    "MEM-01": ("offload", "ZeRO-1 and 2 by micro-batches, and offload on"),
+    "MEM-04": ("pipeline", "what the ranks of every stage hold, within the band"),
+    "MEM-07": ("checkpoint", "construction without the whole model on each rank"),
     "CLU-05": ("pipeline", "expert parallelism and stages, which are strategies as well"),
     "CLU-11": ("pipeline", "the training of layers on stages"),
     "CLU-12": ("pipeline", "stage sizes that do not sum to the layers"),
