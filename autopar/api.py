@@ -59,7 +59,7 @@ from autopar.runtime.watch import Seen, Watcher, aligned, edited, missing, watch
 from autopar.verification import DRAWN_ALIKE, TOLERANCE, Trained, VerifyReport, compare, objective, reference, train
 from autopar.verification.bisect import Bisection
 from autopar.verification.bisect import bisect as bisect_values
-from autopar.verification.narrowed import narrowed, widened
+from autopar.verification.narrowed import narrowed, stored, widened
 
 _log = logging.getLogger("autopar")
 
@@ -747,6 +747,7 @@ def _expected(
     if any(is_random(n.op) for g in captured.graphs for n in g.nodes):
         one = _on_one_device(captured, plan, model)
         return _Expected(trained=reference(one, call, steps, plan.precision), drawing=True)
+    model = stored(model) if plan.precision in HALF else model
     if plan.precision not in HALF:
         return _Expected(trained=reference(model, call, steps))
     half = reference(model, lambda m: call(narrowed(m, plan.precision)), steps, plan.precision)

@@ -93,11 +93,18 @@ def _completed(found: Sequence[Trained]) -> list[Trained]:
     """Each rank's results with those of others for what it doesn't hold."""
     gradients: dict[str, Tensor | None] = {}
     moments: dict[str, Tensor] = {}
+    every: list[dict[str, Tensor | None]] = [{} for _ in found[0].every]
     for mine in found:
         gradients = {**mine.gradients, **gradients}
         moments = {**mine.optimizer, **moments}
+        every = [_with(own, known) for own, known in zip(mine.every, every, strict=True)]
     return [
-        replace(mine, gradients=_with(gradients, mine.gradients), optimizer=_with(moments, mine.optimizer))
+        replace(
+            mine,
+            gradients=_with(gradients, mine.gradients),
+            optimizer=_with(moments, mine.optimizer),
+            every=tuple(map(_with, every, mine.every)),
+        )
         for mine in found
     ]
 

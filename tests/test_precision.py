@@ -21,6 +21,7 @@ from autopar.runtime import parameters
 from autopar.runtime.comm import Communicator
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import cut
+from autopar.runtime.staged import StagedModule
 from autopar.runtime.threads import run_threads
 from tests.models import tiny
 
@@ -159,3 +160,37 @@ def test_words_of_what_can_not_be() -> None:
         Options(precision="fp8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="wanted stored or compute"):
         Options(reduce_dtype="bf16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["zero3", "stages"])
+def test_lost_master_weights_are_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters rounded to bfloat16 before each step: no gradient says so, the updates do."""
+    module: Any = StagedModule if kind == "stages" else ParallelModule
+    real = module.forward
+
+    def rounded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for p in self.parameters():
+            p.data = p.data.bfloat16().float()
+        return real(self, *args, **kwargs)
+
+    model, batch, graph = captured("llama", "bf16")
+    plan = planned("llama", "bf16", kind)
+    monkeypatch.setattr(module, "forward", rounded)
+    report = api.verify(model, batch, plan=plan, captured=graph)
+    assert report.first_difference is not None and report.first_difference.name.startswith("update of")
+
+
+@pytest.mark.parametrize("kind", ["zero3", "stages"])
+def test_what_trains_is_float32_also_where_the_model_is_not(kind: str) -> None:
+    """A model given in bfloat16. Seen to fail: stored as given."""
+    model, batch = tiny("llama")
+    model = model.bfloat16()
+    pins, micro_batches = KINDS[kind]
+    options = Options(pins=pins, precision="bf16", micro_batches=micro_batches)
+    graph = api.capture(model, batch, options=options)
+    assert {p.meta.dtype for p in graph.parameters} == {"float32"}
+    devices = pins.get("pp", 1) * pins.get("dp", 1)
+    plan = api.plan_captured(graph, load_cluster(f"rtx3090:{devices}"), options=options)
+    report = api.verify(model, batch, plan=plan, captured=graph, options=options)
+    assert report.ok, str(report)
+    assert any(row.name.startswith("update of") for row in report.rows)

@@ -31,8 +31,8 @@ from autopar.tracer.leaf_ops import shapes_known
 from autopar.tracer.record import MadeGood, Record, record_forward, stand_ins
 from autopar.tracer.refuse import UncapturableError, readable_errors
 from autopar.tracer.regions import Regions, find_regions, measured
-from autopar.tracer.rig import Rig, attributes_kept, cast, refuse_changes, routed
-from autopar.tracer.signature import Inputs, call_signature, captured_dtype, dtype_name, read_inputs, read_outputs
+from autopar.tracer.rig import Rig, Slot, attributes_kept, cast, refuse_changes, routed
+from autopar.tracer.signature import Inputs, call_signature, dtype_name, read_inputs, read_outputs
 from autopar.tracer.simplify import cancel_transposes
 from autopar.tracer.substitutes import Substitutes
 from autopar.tracer.torch_private import capture_flags, enable_python_dispatcher
@@ -234,7 +234,7 @@ def _arguments(rig: Rig, inputs: Inputs, used: list[int]) -> list[Argument]:
     for i, slot in enumerate(rig.slots):
         kind = InputKind.PARAMETER if slot.is_parameter else InputKind.BUFFER
         grad = slot.is_parameter and slot.tensor.requires_grad
-        meta = _meta(slot.tensor, rig)
+        meta = _meta(slot, rig)
         found.append(
             Argument(
                 kind=kind, target=slot.name, requires_grad=grad, keep=slot.is_parameter, traced=traced.get(i), meta=meta
@@ -248,17 +248,17 @@ def _arguments(rig: Rig, inputs: Inputs, used: list[int]) -> list[Argument]:
 
 def _parameter_infos(rig: Rig) -> tuple[ParameterInfo, ...]:
     return tuple(
-        ParameterInfo(name=s.name, meta=_meta(s.tensor, rig), requires_grad=s.tensor.requires_grad, aliases=s.aliases)
+        ParameterInfo(name=s.name, meta=_meta(s, rig), requires_grad=s.tensor.requires_grad, aliases=s.aliases)
         for s in rig.slots[: rig.count]
     )
 
 
 def _buffer_infos(rig: Rig) -> tuple[BufferInfo, ...]:
     return tuple(
-        BufferInfo(name=s.name, meta=_meta(s.tensor, rig), persistent=s.persistent, aliases=s.aliases)
+        BufferInfo(name=s.name, meta=_meta(s, rig), persistent=s.persistent, aliases=s.aliases)
         for s in rig.slots[rig.count :]
     )
 
 
-def _meta(tensor: Tensor, rig: Rig) -> TensorMeta:
-    return TensorMeta(tuple(tensor.shape), dtype_name(captured_dtype(tensor.dtype, rig.precision)))
+def _meta(slot: Slot, rig: Rig) -> TensorMeta:
+    return TensorMeta(tuple(slot.tensor.shape), dtype_name(rig.stored_dtype(slot)))

@@ -304,7 +304,12 @@ class _RealRun:
                 self.copies[path] = copied(rig.module.get_submodule(path), self.stored)
             except Exception as error:
                 raise UncapturableError(self.failed.refusal, f"; {path} cannot be copied: {error}") from None
-        slots = [self._stored(s.tensor).requires_grad_(s.is_parameter and s.tensor.requires_grad) for s in rig.slots]
+        slots = [
+            s.tensor.detach()
+            .to(rig.stored_dtype(s), copy=True)
+            .requires_grad_(s.is_parameter and s.tensor.requires_grad)
+            for s in rig.slots
+        ]
         given = [cast(self._stored(x).requires_grad_(x.requires_grad), precision) for x in self.inputs.tensors]
         used = [rig.used_form(i, x) for i, x in enumerate(slots)]
         modes = attributes_kept(rig.module, []), eager_flags(), drawing("region", given), rig.installed(used)

@@ -61,9 +61,15 @@ class Rig:
     def stand_in(self, index: int, *, device: str = "cpu") -> Tensor:
         """A tensor like a slot's, without data: under the fake mode, or on the meta device."""
         slot = self.slots[index]
-        dtype = captured_dtype(slot.tensor.dtype, self.precision)
+        dtype = self.stored_dtype(slot)
         grad = slot.is_parameter and slot.tensor.requires_grad
         return torch.empty(slot.tensor.shape, dtype=dtype, device=device, requires_grad=grad)
+
+    def stored_dtype(self, slot: Slot) -> torch.dtype:
+        """What a slot's tensor is stored as. Under half precision a parameter that trains is so in float32 at least."""
+        dtype = captured_dtype(slot.tensor.dtype, self.precision)
+        trains = slot.is_parameter and slot.tensor.requires_grad and dtype in NARROW.values()
+        return torch.float32 if trains and self.precision in NARROW else dtype
 
     def placeholders(self) -> list[Tensor]:
         """For every slot something of its shape and dtype in use, not to be computed with. Needs the fake mode."""

@@ -10,7 +10,8 @@ In half precision one device is the model itself with its parameters cast anew i
 those that are stored (`narrowed.py`). In float16 losses are scaled. Where rounding decides which way a function goes
 (the sign under a ReLU), or a tensor is nothing but rounding, no order of sums has more claim than another: so the model
 is also trained as it is stored, and a tensor may differ by `SPREAD` times what half precision alone makes of it, where
-that is more than the tolerance.
+that is more than the tolerance. Such tolerances would let a lost master weight pass. So one device makes each rank's
+updates once more, of that rank's own gradients and in the dtype that parameters are stored in, to its tolerance.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was compared, in the order loss, gradients, parameters, optimizer state, buffers.
+    """What was compared, in the order loss, gradients, parameters, optimizer state, buffers, updates.
 
     `bisection`: where the first difference comes from, if that was asked for. `note`: what one device ran, if that
     was not the model itself.
@@ -109,12 +110,17 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What three steps left: whole tensors by name. `gradients` are of the first step, None where None."""
+    """What three steps left: whole tensors by name. `gradients` are of the first step, None where None.
+
+    In half precision also parameters as they were at the `start`, and `every` step's gradients.
+    """
 
     losses: tuple[float, ...]
     gradients: dict[str, Tensor | None]
     state: Tensors
     optimizer: Tensors
+    start: Tensors = field(default_factory=dict)
+    every: tuple[dict[str, Tensor | None], ...] = ()
 
 
 def losses_of(result: Any) -> list[Tensor]:
@@ -153,9 +159,10 @@ def train(
 ) -> Trained:  # fmt: skip
     """Run `steps` AdamW steps and gather what they left. `whole(name, piece)` joins a parameter-like piece."""
     scale = LOSS_SCALE.get(precision, 1.0)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=0.01)
+    optimizer = _optimizer(module.parameters())
+    start = {name: x.clone() for name, x in full_state().items()} if precision in HALF else {}
     losses = []
-    gradients: dict[str, Tensor | None] = {}
+    every: list[dict[str, Tensor | None]] = []
     for step in range(steps):
         loss = objective(call(module))
         (loss * scale).backward()  # type: ignore[no-untyped-call]
@@ -163,11 +170,13 @@ def train(
             if p.grad is not None and scale != 1:
                 p.grad.div_(scale)
         losses.append(float(loss.detach()))
-        if step == 0:
-            gradients = {
-                name: None if p.grad is None else whole(name, p.grad.detach()).clone()
-                for name, p in module.named_parameters()
-            }
+        if step == 0 or precision in HALF:
+            every.append(
+                {
+                    name: None if p.grad is None else whole(name, p.grad.detach()).clone()
+                    for name, p in module.named_parameters()
+                }
+            )
         optimizer.step()
         optimizer.zero_grad()
     moments = {
@@ -176,7 +185,11 @@ def train(
         for key, value in sorted(optimizer.state.get(p, {}).items())
         if isinstance(value, Tensor) and value.dim() == p.dim() and value.dim() > 0
     }
-    return Trained(tuple(losses), gradients, full_state(), moments)
+    return Trained(tuple(losses), every[0], full_state(), moments, start, tuple(every) if precision in HALF else ())
+
+
+def _optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=EPS, weight_decay=0.01)
 
 
 def reference(
@@ -255,12 +268,28 @@ def _compared(expected: Trained, mine: Trained, layouts: Mapping[str, str], prec
             else:
                 zero = _largest_alike(name, wanted) if kind else _scale(expected) * LEARNING_RATE / EPS
                 rows.append(_row(label, layout, tensor, found, half, zero))
-    return rows
+    return [*rows, *_updates(mine, layouts)]
 
 
 def _scale(expected: Trained) -> float:
     """Largest gradient entry of the whole model."""
     return max((float(g.abs().max()) for g in expected.gradients.values() if g is not None and g.numel()), default=0.0)
+
+
+def _updates(mine: Trained, layouts: Mapping[str, str]) -> list[Row]:
+    """A rank's parameters against what one device's optimizer makes of its gradients, as precise as they are stored."""
+    if not mine.every:
+        return []
+    held = {name: nn.Parameter(mine.start[name].clone()) for name in mine.every[0]}
+    optimizer = _optimizer(held.values())
+    for gradients in mine.every:
+        for name, gradient in gradients.items():
+            held[name].grad = gradient
+        optimizer.step()
+    return [
+        _row(f"update of {name}", layouts.get(name, ""), p.detach(), mine.state[name], None, 0.0)
+        for name, p in held.items()
+    ]
 
 
 def _largest_alike(name: str, moments: Tensors) -> float:

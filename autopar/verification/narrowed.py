@@ -6,6 +6,7 @@ parameters as they are stored, where the optimizer works. So stored parameters a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,15 @@ from torch import Tensor, nn
 from autopar.ir.options import COMPUTE_DTYPE, Precision
 
 WIDER = (torch.float32, torch.float64)
+
+
+def stored(model: nn.Module) -> nn.Module:
+    """A copy as a plan in half precision stores it: what trains is float32 where the model has less."""
+    found = copy.deepcopy(model)
+    for p in found.parameters():
+        if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16):
+            p.data = p.data.float()
+    return found
 
 
 def narrowed(model: nn.Module, precision: Precision) -> Callable[..., Any]:
