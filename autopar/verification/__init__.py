@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was compared, in the order loss, gradients, parameters, optimizer state, buffers.
+    """What was compared, in the order loss, gradients, their norm, parameters, optimizer state, buffers.
 
     `bisection`: where the first difference comes from, if that was asked for. `note`: what one device ran, if that
     was not the model itself.
@@ -96,10 +97,12 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What three steps left: whole tensors by name. `gradients` are of the first step, None where None."""
+    """What three steps left: whole tensors by name. `gradients` are of the first step, None where None, and `norm` is
+    theirs, as clipping takes it."""
 
     losses: tuple[float, ...]
     gradients: dict[str, Tensor | None]
+    norm: float
     state: Tensors
     optimizer: Tensors
 
@@ -142,6 +145,7 @@ def train(
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=0.01)
     losses = []
     gradients: dict[str, Tensor | None] = {}
+    norm = 0.0
     for step in range(steps):
         loss = objective(call(module))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -151,6 +155,7 @@ def train(
                 name: None if p.grad is None else whole(name, p.grad.detach()).clone()
                 for name, p in module.named_parameters()
             }
+            norm = _gradient_norm(module)
         optimizer.step()
         optimizer.zero_grad()
     moments = {
@@ -159,7 +164,13 @@ def train(
         for key, value in sorted(optimizer.state.get(p, {}).items())
         if isinstance(value, Tensor) and value.dim() == p.dim() and value.dim() > 0
     }
-    return Trained(tuple(losses), gradients, full_state(), moments)
+    return Trained(tuple(losses), gradients, norm, full_state(), moments)
+
+
+def _gradient_norm(module: nn.Module) -> float:
+    """As clipping takes it, with nothing clipped; a compiled module knows where its gradients are."""
+    clip = getattr(module, "clip_grad_norm_", None) or partial(torch.nn.utils.clip_grad_norm_, module.parameters())
+    return float(clip(math.inf))
 
 
 def reference(model: nn.Module, call: Callable[[nn.Module], Any], steps: int) -> Trained:
@@ -201,6 +212,7 @@ def _compared(expected: Trained, mine: Trained, layouts: Mapping[str, str]) -> l
             rows.append(Row(label, layouts.get(name, ""), 0.0 if gradient is other else float("inf"), loose))
         else:
             rows.append(_row(label, layouts.get(name, ""), gradient, other, zero=_scale(expected)))
+    rows.append(Row("norm of the gradients", "", abs(expected.norm - mine.norm) / max(expected.norm, 1e-30), loose))
     for kind, wanted, given in (("", expected.state, mine.state), ("optimizer ", expected.optimizer, mine.optimizer)):
         for name, tensor in wanted.items():
             found = given.get(name)
