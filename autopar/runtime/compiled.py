@@ -169,7 +169,8 @@ def _power(piece: Tensor, order: float, dtype: torch.dtype) -> Tensor:
     real = piece.abs() if piece.is_complex() else piece
     if order == math.inf:
         return real.abs().max().to(dtype) if real.numel() else real.new_zeros((), dtype=dtype)
-    return torch.linalg.vector_norm(real, order, dtype=dtype).pow(order)
+    norm: Tensor = torch.linalg.vector_norm(real, order, dtype=dtype)
+    return norm.pow(order)
 
 
 def _together(powers: Sequence[Tensor] | Tensor, largest: bool) -> Tensor:

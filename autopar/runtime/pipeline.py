@@ -236,9 +236,8 @@ class Step:
         rows: dict[int, Tensor] = {p: self.sums[p, name] for p in parts if (p, name) in self.sums}
         like = next(iter(rows.values()))
         homes = sorted({pipeline.home(p) for p in parts} - {pipeline.stage})
-        base = (
-            1 + len(pipeline.program.passed) * pipeline.program.micro_batches * 2 + number * len(pipeline.program.parts)
-        )
+        program = pipeline.program
+        base = 1 + (len(program.passed) * program.micro_batches + number) * len(program.parts)
         for home in homes:
             for p, row in rows.items():
                 if pipeline.home(p) == pipeline.stage:
@@ -322,11 +321,14 @@ class Step:
             if pipeline.home(target) == pipeline.stage:
                 self.local[target, passed.value, micro_batch] = value
             else:
-                tag = self._tag(passed, micro_batch)
+                tag = self._tag(passed, target, micro_batch)
                 pipeline.everyone.send_to(value, pipeline.neighbour(pipeline.home(target)), tag)
 
-    def _tag(self, passed: Passed, micro_batch: int) -> int:
-        return 1 + self.pipeline.program.passed.index(passed) * self.pipeline.program.micro_batches + micro_batch
+    def _tag(self, passed: Passed, target: int, micro_batch: int) -> int:
+        """One number for each value, part that it goes to (a stage has several) and micro-batch."""
+        program = self.pipeline.program
+        at = program.passed.index(passed) * len(program.parts) + target
+        return 1 + at * program.micro_batches + micro_batch
 
     def _arrived(self, value: str, part: int, phase: Phase, micro_batch: int) -> Tensor:
         """What another part sent to this one."""
@@ -341,7 +343,7 @@ class Step:
         )
         dtype = getattr(torch, piece.meta.dtype)
         source = pipeline.neighbour(pipeline.home(passed.source))
-        return pipeline.everyone.receive_from(shape, dtype, source, self._tag(passed, micro_batch))
+        return pipeline.everyone.receive_from(shape, dtype, source, self._tag(passed, part, micro_batch))
 
     def _inputs(self, executable: Executable, part: Part, micro_batch: int) -> list[Tensor]:
         found = []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import InputError, UserError
+from autopar.errors import InputError, RankError, UserError
 from autopar.ir.graph import CapturedGraph, OutputKind, TensorMeta
 from autopar.ir.layout import Layout, parse_layout
 from autopar.ir.plan import STAGE, Plan
@@ -39,6 +39,16 @@ class _State:
     modules: tuple[nn.Module, ...] = ()
     seed: int = 0
     step: int = 0
+    failed: str = ""
+
+    def require_whole(self) -> None:
+        """RankError once a step has failed here: other ranks are left in the middle of it."""
+        if self.failed:
+            everyone = self.pipeline.everyone
+            raise RankError(
+                f"rank {everyone.rank} of {everyone.mesh.size} failed in a step before ({self.failed}), in which the "
+                "other ranks still wait for it: no further step can be run; end the ranks and start again"
+            )
 
     def root(self, module: nn.Module) -> None:
         """The module is this one now."""
@@ -132,10 +142,17 @@ class StagedModule(CompiledModule):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], records: bool) -> list[Tensor]:
         state = self._autopar
         state.weights.require_loaded()
+        state.require_whole()
         given = _read(state, args, kwargs)
         names = list(state.weights.parameters)
-        with torch.set_grad_enabled(records):
-            return list(_Run.apply(state, given, names, records, *state.weights.parameters.values()))  # type: ignore[no-untyped-call]
+        # Where all of this stage is frozen, its loss can be gone back through all the same, as on the other stages.
+        anchor = torch.zeros((), device=state.rt.device, requires_grad=any(state.trains.values()))
+        try:
+            with torch.set_grad_enabled(records):
+                return list(_Run.apply(state, given, names, records, anchor, *state.weights.parameters.values()))  # type: ignore[no-untyped-call]
+        except Exception as error:
+            state.failed = f"{type(error).__name__}: {error}"
+            raise
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state as plain tensors on every rank; loads strictly into the plain model. Collective."""
@@ -229,8 +246,9 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, state: _State, given: dict[str, Tensor], names: list[str], records: bool, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, state: _State, given: dict[str, Tensor], names: list[str], records: bool, anchor: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         captured, pipeline, first = state.captured, state.pipeline, state.weights.first
         loss = _loss(captured) if records else -1
         local = {n: unwrap(t.detach()) for n, t in zip(names, tensors, strict=True)}
@@ -265,7 +283,7 @@ class _Run(torch.autograd.Function):
                 continue
             whole = gradient if float(factor) == 1.0 else gradient * factor.to(gradient.dtype)
             wrapped.append(wrap(whole.contiguous(), tuple(parameter.shape), state.weights.layouts[name], state.rt))
-        return (None, None, None, None, *wrapped)
+        return (None, None, None, None, None, *wrapped)
 
 
 def _tangents(captured: CapturedGraph, loss: int, device: torch.device) -> dict[str, Tensor]:

@@ -18,13 +18,19 @@ import pytest
 TESTS = Path(__file__).parents[1]
 CASES = "shared/cases/field-cases.md"
 """The field cases are in a folder beside the repository (`../shared`), or above that, not in it."""
-KINDS = ("CAP", "OP", "NUM", "CLU", "SOL", "USE", "X")
+KINDS = ("CAP", "OP", "NUM", "CLU", "SOL", "USE", "X", "HNG")
 
 WAITING = {
     "NUM-07": "pipeline",
     "NUM-13": "pipeline",
     "NUM-28": "pipeline",
     "X-04": "checkpoint",
+    "HNG-01": "training",
+    "HNG-02": "training",
+    "HNG-04": "pipeline",
+    "HNG-06": "training",
+    "HNG-08": "pipeline",
+    "HNG-12": "checkpoint",
 }
 """Row -> the room that it waits for."""
 
@@ -46,6 +52,7 @@ PARTLY = {
 ROOMS = {
     "pipeline": "issue 6, run every plan",
     "offload": "issue 7, heterogeneous memory",
+    "training": "the issue of training: ranks that feed themselves",
     "checkpoint": "the issue of training and checkpoints",
 }
 """What is still to be built, and where."""
