@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError, UserError
-from autopar.ir.layout import Layout
+from autopar.ir.layout import Kind, Layout
 from autopar.runtime.agreement import agree_among
 from autopar.runtime.comm import Communicator
 from autopar.runtime.parameters import Weights, unwrap
@@ -75,11 +76,46 @@ class CompiledModule(nn.Module):
     ) -> Tensor:  # fmt: skip
         """As torch.nn.utils.clip_grad_norm_ on the whole model's gradients, wherever they are. Collective.
 
-        Gives their norm before clipping, the same on every rank.
+        Gives their norm before clipping, the same on every rank, in float32 or wider.
+
+        Raises:
+            UserError: `norm_type` is not above 0; it may be infinite.
+            RuntimeError: `error_if_nonfinite`, and the norm is infinite or NaN.
         """
-        return torch.nn.utils.clip_grad_norm_(
-            self.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-        )
+        if not norm_type > 0:
+            raise UserError(f"clip_grad_norm_ with norm_type {norm_type}; wanted a number above 0, or infinity")
+        total = self._gradient_norm(norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(total)}: nothing is clipped")
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for parameter in self._autopar.weights.parameters.values():
+            if parameter.grad is not None:
+                unwrap(parameter.grad).mul_(factor)
+        return total
+
+    def _gradient_norm(self, order: float) -> Tensor:
+        """Of all gradients, each entry counted once. One collective for all that the same axes cut."""
+        state = self._autopar
+        largest = order == math.inf
+        dtype = torch.float64 if torch.float64 in state.weights.dtypes.values() else torch.float32
+        found: dict[tuple[str, ...], list[Tensor]] = {(): [torch.zeros((), dtype=dtype, device=state.rt.device)]}
+        for name, parameter in state.weights.parameters.items():
+            if parameter.grad is not None and self._counts(name):
+                layout = state.weights.layouts[name]
+                cut = tuple(axis for axis in layout.axes if layout.on(axis).kind is Kind.SHARD)
+                found.setdefault(cut, []).append(_power(unwrap(parameter.grad), order, dtype))
+        join = state.rt.all_reduce_max if largest else state.rt.all_reduce
+        totals = torch.stack([join(_together(own, largest), cut) for cut, own in found.items()])
+        total = self._over_stages(_together(totals, largest), largest)
+        return total if largest else total.pow(1.0 / order)
+
+    def _counts(self, name: str) -> bool:
+        """True if this rank's copy of a parameter is the one that norms are made of, or a piece of it."""
+        return True
+
+    def _over_stages(self, power: Tensor, largest: bool) -> Tensor:
+        """What all stages' gradients come to."""
+        return power
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state as plain tensors on every rank; loads strictly into the plain model. Collective."""
@@ -141,3 +177,17 @@ class CompiledModule(nn.Module):
         other.__dict__ = self.__dict__
         other.__class__ = type(self)
         self._autopar.root(other)
+
+
+def _power(piece: Tensor, order: float, dtype: torch.dtype) -> Tensor:
+    """The sum of |x|^order over a tensor's entries; of order infinity, the largest."""
+    real = piece.abs() if piece.is_complex() else piece
+    if order == math.inf:
+        return real.abs().max().to(dtype) if real.numel() else real.new_zeros((), dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(real, order, dtype=dtype)
+    return norm.pow(order)
+
+
+def _together(powers: Sequence[Tensor] | Tensor, largest: bool) -> Tensor:
+    whole = powers if isinstance(powers, Tensor) else torch.stack([*powers])
+    return whole.max() if largest else whole.sum()

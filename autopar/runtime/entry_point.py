@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import os
 import pickle
@@ -21,6 +22,9 @@ from typing import Any, NoReturn
 
 from autopar.errors import UserError
 from autopar.runtime.groups import init_ranks
+
+STACK_SIGNAL = signal.SIGUSR1
+"""Asks a rank to write down where its main thread is, also while that waits inside a collective."""
 
 
 class NestedLaunch(BaseException):
@@ -137,6 +141,8 @@ def main() -> None:
     """Entry of a rank's process."""
     folder, rank = Path(os.environ["AUTOPAR_LAUNCH"]), int(os.environ["RANK"])
     _follow_parent(int(os.environ["AUTOPAR_LIFELINE"]))
+    stack = (folder / f"{rank}.stack").open("w")
+    faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
     try:
         task: Task = pickle.loads((folder / "task").read_bytes())
         sys.path[:] = list(task.path)

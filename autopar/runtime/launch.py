@@ -31,10 +31,14 @@ from typing import IO, Any
 from torch._C._distributed_c10d import TCPStore
 
 from autopar.errors import RankError, UserError
-from autopar.runtime.entry_point import in_rank, locate, stop_or_refuse
+from autopar.runtime.entry_point import STACK_SIGNAL, in_rank, locate, stop_or_refuse
 
+STACK_LINES = 4
+"""Of each rank that is late, so many of the innermost lines are shown."""
 GRACE_S = 1.0
 """After the first failure: how long other ranks may take to report theirs, to find which came first."""
+STACK_S = 2.0
+"""After the time limit: how long ranks may take to say where they are."""
 LEAVE_S = 5.0
 """After the results are there: how long ranks may take to end by themselves."""
 
@@ -56,6 +60,15 @@ class _Rank:
     @property
     def error(self) -> Path:
         return self.folder / f"{self.index}.error"
+
+    @property
+    def stack(self) -> Path:
+        return self.folder / f"{self.index}.stack"
+
+    def at(self) -> str:
+        """The innermost lines of its main thread, "" before it has told them."""
+        text = self.stack.read_text() if self.stack.exists() else ""
+        return "\n".join(text.splitlines()[1 : 1 + STACK_LINES])
 
     def failed(self) -> bool:
         """True if it raised, was killed, or exited without a result."""
@@ -147,9 +160,24 @@ def _wait(ranks: list[_Rank], timeout_s: float | None) -> None:
         if all(r.done() for r in ranks):
             return
         if end is not None and time.monotonic() > end:
-            late = ", ".join(str(r.index) for r in ranks if not r.done())
-            raise RankError(f"ranks {late} of {len(ranks)} did not end in {timeout_s:g} s; all were stopped")
+            late = [r for r in ranks if not r.done()]
+            names = ", ".join(str(r.index) for r in late)
+            raise RankError(
+                f"ranks {names} of {len(ranks)} did not end in {timeout_s:g} s; all were stopped{_where(late)}"
+            )
         time.sleep(0.02)
+
+
+def _where(ranks: list[_Rank]) -> str:
+    """The innermost Python lines that ranks are at, so that one sees who waits and who is waited for."""
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            if rank.stack.exists():  # else it does not listen for the signal yet, which would end it
+                os.kill(rank.process.pid, STACK_SIGNAL)
+    end = time.monotonic() + STACK_S
+    while time.monotonic() < end and not all(r.at() for r in ranks):
+        time.sleep(0.02)
+    return "".join(f"\nrank {r.index} is at\n{r.at() or '  an unknown place: it has not started yet'}" for r in ranks)
 
 
 def _failure(ranks: list[_Rank]) -> RankError:

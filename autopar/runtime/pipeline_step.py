@@ -188,9 +188,8 @@ class Step:
         rows: dict[int, Tensor] = {p: self.sums[p, name] for p in parts if (p, name) in self.sums}
         like = next(iter(rows.values()))
         homes = sorted({pipeline.home(p) for p in parts} - {pipeline.stage})
-        base = (
-            1 + len(pipeline.program.passed) * pipeline.program.micro_batches * 2 + number * len(pipeline.program.parts)
-        )
+        program = pipeline.program
+        base = 1 + (len(program.passed) * program.micro_batches + number) * len(program.parts)
         for home in homes:
             for p, row in rows.items():
                 if pipeline.home(p) == pipeline.stage:
@@ -296,11 +295,14 @@ class Step:
             if pipeline.home(target) == pipeline.stage:
                 self.local[target, passed.value, micro_batch] = value
             elif value.numel():
-                tag = self._tag(passed, micro_batch)
+                tag = self._tag(passed, target, micro_batch)
                 pipeline.everyone.send_to(value, pipeline.neighbour(pipeline.home(target)), tag)
 
-    def _tag(self, passed: Passed, micro_batch: int) -> int:
-        return 1 + self.pipeline.program.passed.index(passed) * self.pipeline.program.micro_batches + micro_batch
+    def _tag(self, passed: Passed, target: int, micro_batch: int) -> int:
+        """One number for each value, part that it goes to (a stage has several) and micro-batch."""
+        program = self.pipeline.program
+        at = program.passed.index(passed) * len(program.parts) + target
+        return 1 + at * program.micro_batches + micro_batch
 
     def _arrived(self, value: str, part: int, phase: Phase, micro_batch: int) -> Tensor:
         """What another part sent to this one."""
@@ -317,7 +319,7 @@ class Step:
         if 0 in shape:  # of a micro-batch without a row of this rank's: not sent
             return torch.empty(shape, dtype=dtype, device=pipeline.rt.device)
         source = pipeline.neighbour(pipeline.home(passed.source))
-        return self._receive(shape, dtype, source, self._tag(passed, micro_batch))
+        return self._receive(shape, dtype, source, self._tag(passed, part, micro_batch))
 
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> Tensor:
         with self._waiting():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from autopar.errors import InputError, UserError
 from autopar.ir.account import StagesReport
 from autopar.ir.graph import CapturedGraph, OutputKind, TensorMeta
-from autopar.ir.layout import Kind, Layout, parse_layout
+from autopar.ir.layout import Layout, parse_layout
 from autopar.ir.plan import STAGE, Plan
 from autopar.ir.timeline import Timeline
 from autopar.runtime.calls import (
@@ -155,37 +155,13 @@ class StagedModule(CompiledModule):
         """From now on `step` scales its loss by this scaler's scale, as `scaler.scale(loss).backward()` does."""
         self._autopar.scaler = scaler
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-    ) -> Tensor:  # fmt: skip
-        """See `CompiledModule.clip_grad_norm_`. A parameter that several stages hold counts once."""
-        state = self._autopar
-        own = [self._norm(name, norm_type) for name in state.weights.parameters]
-        powers = torch.stack([n for n in own if n is not None] or [torch.zeros((), device=state.rt.device)])
-        everyone = state.pipeline.everyone
-        if norm_type == float("inf"):
-            total = everyone.all_reduce_max(powers.max(), STAGE)
-        else:
-            total = everyone.all_reduce(powers.pow(norm_type).sum(), STAGE).pow(1.0 / norm_type)
-        if error_if_nonfinite and not bool(torch.isfinite(total)):
-            raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {float(total)}: not clipped")
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for parameter in state.weights.parameters.values():
-            if parameter.grad is not None:
-                unwrap(parameter.grad).mul_(factor)
-        return total
+    def _counts(self, name: str) -> bool:
+        """A parameter that several stages hold counts on one of them."""
+        return self._home(self._first_of(name)) == self._autopar.pipeline.stage
 
-    def _norm(self, name: str, norm_type: float) -> Tensor | None:
-        """Of one gradient, on every rank of the stage that counts it; None elsewhere."""
-        state = self._autopar
-        gradient = state.weights.parameters[name].grad
-        if gradient is None or self._home(self._first_of(name)) != state.pipeline.stage:
-            return None
-        piece, rt = unwrap(gradient), state.rt
-        cut = tuple(a for a in rt.mesh.names if state.weights.layouts[name].on(a).kind is Kind.SHARD)
-        if norm_type == float("inf"):
-            return rt.all_reduce_max(piece.abs().max() if piece.numel() else piece.new_zeros(()), cut)
-        return rt.all_reduce(piece.abs().pow(norm_type).sum(), cut).pow(1.0 / norm_type)
+    def _over_stages(self, power: Tensor, largest: bool) -> Tensor:
+        everyone = self._autopar.pipeline.everyone
+        return (everyone.all_reduce_max if largest else everyone.all_reduce)(power, STAGE)
 
     def _first_of(self, name: str) -> str:
         """The captured name of a parameter of the module."""
@@ -195,12 +171,17 @@ class StagedModule(CompiledModule):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], records: bool) -> tuple[ReadyProgram, list[Tensor]]:
         state = self._autopar
         state.weights.require_loaded()
+        state.require_whole()
         program, given = state.program_for(args, kwargs)
         tensors = state.weights.parameters.values()
-        with torch.set_grad_enabled(records):
-            # The loss has a backward on every stage, also where all that is here is frozen.
-            trains = torch.zeros((), requires_grad=any(state.trains.values()))
-            return program, list(_Run.apply(state, program, given, records, trains, *tensors))  # type: ignore[no-untyped-call]
+        # The loss has a backward on every stage, also where all that is here is frozen.
+        trains = torch.zeros((), device=state.rt.device, requires_grad=any(state.trains.values()))
+        try:
+            with torch.set_grad_enabled(records):
+                return program, list(_Run.apply(state, program, given, records, trains, *tensors))  # type: ignore[no-untyped-call]
+        except Exception as error:
+            state.failed = f"{type(error).__name__}: {error}"
+            raise
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state as plain tensors on every rank; loads strictly into the plain model. Collective."""

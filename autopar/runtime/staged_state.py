@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import InputError, PlanError
+from autopar.errors import InputError, PlanError, RankError
 from autopar.ir.graph import CapturedGraph
 from autopar.ir.plan import Plan
 from autopar.ir.staged import StagedProgram, StagedSource
@@ -69,6 +69,16 @@ class StagedState:
     measuring: StageMeasuring | None = None
     scale: float = 1.0
     scaler: torch.amp.GradScaler | None = None
+    failed: str = ""
+
+    def require_whole(self) -> None:
+        """RankError once a step has failed here: other ranks are left in the middle of it."""
+        if self.failed:
+            everyone = self.pipeline.everyone
+            raise RankError(
+                f"rank {everyone.rank} of {everyone.mesh.size} failed in a step before ({self.failed}), in which the "
+                "other ranks still wait for it: no further step can be run; end the ranks and start again"
+            )
 
     def copied(self, root: nn.Module) -> StagedState:
         """See `CompiledModule.__deepcopy__`."""

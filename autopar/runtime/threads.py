@@ -19,6 +19,9 @@ from autopar.runtime.comm import Communicator
 
 T = TypeVar("T")
 
+GRACE_S = 1.0
+"""After the time limit: how long ranks that only wait for others may take to end, to find who is waited for."""
+
 
 class _Meeting:
     """Where the ranks of one group hand each other tensors."""
@@ -187,11 +190,22 @@ def run_threads(mesh: Mesh | int, fn: Callable[[ThreadCommunicator], T], *, time
         thread.join(max(0.0, end - time.monotonic()))
     late = [r for r, t in enumerate(threads) if t.is_alive()]
     if late:
-        world.abort()
+        _tell_late(world, threads, failures, late, timeout_s)
     _raise_first(failures, n, timeout_s)
-    if late:
-        raise RankError(f"ranks {late} of {n} did not end in {timeout_s:g} s")
     return [r[0] for r in results]
+
+
+def _tell_late(
+    world: ThreadWorld, threads: list[threading.Thread], failures: list[tuple[int, BaseException]], late: list[int],
+    timeout_s: float,
+) -> None:  # fmt: skip
+    """RankError for the ranks that are busy with something else, if there are any; who only waits for them ends now."""
+    world.abort()
+    for rank in late:
+        threads[rank].join(GRACE_S / len(late))
+    busy = [r for r in late if threads[r].is_alive()]
+    if busy and all(_is_broken(error) for _, error in failures):
+        raise RankError(f"ranks {busy} of {len(threads)} did not end in {timeout_s:g} s; the others waited for them")
 
 
 def _line(n: int) -> Mesh:

@@ -22,6 +22,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was compared, in the order loss, gradients, parameters, optimizer state, buffers, updates.
+    """What was compared, in the order loss, gradients, their norm, parameters, optimizer state, buffers, updates.
 
     `bisection`: where the first difference comes from, if that was asked for. `note`: what one device ran, if that
     was not the model itself.
@@ -110,13 +111,15 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What three steps left: whole tensors by name. `gradients` are of the first step, None where None.
+    """What three steps left: whole tensors by name. `gradients` are of the first step, None where None, and `norm` is
+    theirs, as clipping takes it.
 
     In half precision also parameters as they were at the `start`, and `every` step's gradients.
     """
 
     losses: tuple[float, ...]
     gradients: dict[str, Tensor | None]
+    norm: float
     state: Tensors
     optimizer: Tensors
     start: Tensors = field(default_factory=dict)
@@ -163,6 +166,7 @@ def train(
     start = {name: x.clone() for name, x in full_state().items()} if precision in HALF else {}
     losses = []
     every: list[dict[str, Tensor | None]] = []
+    norm = 0.0
     for step in range(steps):
         loss = objective(call(module))
         (loss * scale).backward()  # type: ignore[no-untyped-call]
@@ -177,6 +181,8 @@ def train(
                     for name, p in module.named_parameters()
                 }
             )
+        if step == 0:
+            norm = _gradient_norm(module)
         optimizer.step()
         optimizer.zero_grad()
     moments = {
@@ -185,7 +191,15 @@ def train(
         for key, value in sorted(optimizer.state.get(p, {}).items())
         if isinstance(value, Tensor) and value.dim() == p.dim() and value.dim() > 0
     }
-    return Trained(tuple(losses), every[0], full_state(), moments, start, tuple(every) if precision in HALF else ())
+    return Trained(
+        tuple(losses), every[0], norm, full_state(), moments, start, tuple(every) if precision in HALF else ()
+    )
+
+
+def _gradient_norm(module: nn.Module) -> float:
+    """As clipping takes it, with nothing clipped; a compiled module knows where its gradients are."""
+    clip = getattr(module, "clip_grad_norm_", None) or partial(torch.nn.utils.clip_grad_norm_, module.parameters())
+    return float(clip(math.inf))
 
 
 def _optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -259,6 +273,7 @@ def _compared(expected: Trained, mine: Trained, layouts: Mapping[str, str], prec
             rows.append(Row(label, layouts.get(name, ""), 0.0 if gradient is other else float("inf"), loose))
         else:
             rows.append(_row(label, layouts.get(name, ""), gradient, other, half, _scale(expected)))
+    rows.append(Row("norm of the gradients", "", abs(expected.norm - mine.norm) / max(expected.norm, 1e-30), loose))
     for kind, wanted, given in (("", expected.state, mine.state), ("optimizer ", expected.optimizer, mine.optimizer)):
         for name, tensor in wanted.items():
             found = given.get(name)

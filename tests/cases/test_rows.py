@@ -18,7 +18,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 CASES = "shared/cases/field-cases.md"
 """The field cases are in a folder beside the repository (`../shared`), or above that, not in it."""
-KINDS = ("CAP", "OP", "NUM", "CLU", "MEM", "SOL", "USE", "X")
+KINDS = ("CAP", "OP", "NUM", "CLU", "MEM", "SOL", "USE", "X", "HNG")
 
 WAITING = {
     "MEM-08": "checkpoint",
@@ -28,6 +28,12 @@ WAITING = {
     "MEM-17": "offload",
     "MEM-19": "checkpoint",
     "X-04": "checkpoint",
+    "HNG-01": "training",
+    "HNG-02": "training",
+    "HNG-04": "pipeline",
+    "HNG-06": "training",
+    "HNG-08": "pipeline",
+    "HNG-12": "checkpoint",
 }
 """Row -> the room that it waits for."""
 
@@ -49,6 +55,7 @@ PARTLY = {
 ROOMS = {
     "pipeline": "issue 6, run every plan",
     "offload": "issue 7, heterogeneous memory",
+    "training": "the issue of training: ranks that feed themselves",
     "checkpoint": "the issue of training and checkpoints",
 }
 """What is still to be built, and where."""
