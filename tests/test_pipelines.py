@@ -28,6 +28,7 @@ from autopar.pipelines.search import Kinds, best_of
 from autopar.pipelines.trials import Trial, chunks_of, trials
 from autopar.present.plan_text import plan_text
 from autopar.solver import Held, PartsModel, solve_stages
+from autopar.solver.room import price_of_room
 
 LAYERS = 6
 BOTH = {"transformer.h.*.mlp.c_fc.weight": "dp:S(0) tp:S(0)"}
@@ -164,7 +165,7 @@ def test_bounds_hold_for_every_choice(part: float):
     assert start is not None
     column = parted.columns(start, "0")[1]
     room = part * 3 * (2 * column.saved_bytes + column.resident_bytes)
-    bound = model.limited(Held((0, 3, 0), 2.0, room), 0.3)
+    bound = price_of_room(model, Held((0, 3, 0), 2.0, room), 0.3, 3 * free.least[1], None)
     assert part == 1.0 or bound.resident_price > 0
     nearest = math.inf
     for choice, _ in possible_choices(parted, start, 200):
