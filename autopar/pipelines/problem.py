@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar import sharding
@@ -40,25 +40,28 @@ class TrialProblem:
         return halves_of(self.captured, self.priced)
 
 
-def problem_of(task: Task, trial: Trial, alike: TrialProblem | None = None) -> TrialProblem:
+def problem_of(
+    task: Task, trial: Trial, alike: TrialProblem | None = None, *, joined: bool = False
+) -> TrialProblem:  # fmt: skip
     """The trial's problem; from one of a trial `alike`, with as many tensor-parallel ranks and rows, in a third of the
-    time.
+    time. `joined`: as if micro-batches were ranks, which can give each other what they made: more may be chosen.
 
     Raises PinError for pins that the trial's mesh can't hold.
     """
     prices, once = MeshPrices(task.cluster, trial.mesh, trial.pieces), MeshPrices(task.cluster, trial.mesh)
+    load = replace(trial.load, micro_batches=1) if joined else trial.load
     if alike is None:
         table = sharding.build_table(task.captured, trial.pieces, task.options, rules=task.rules)
         priced = build_problem(
-            task.captured, task.wiring, table, prices, task.options, 0, load=trial.load, mesh=trial.mesh,
+            task.captured, task.wiring, table, prices, task.options, 0, load=load, mesh=trial.mesh,
             once_prices=once,
         )  # fmt: skip
     else:
         table = alike.table
         context = context_of(
-            task.captured, task.wiring, table, prices, task.options, load=trial.load, mesh=trial.mesh, once_prices=once
+            task.captured, task.wiring, table, prices, task.options, load=load, mesh=trial.mesh, once_prices=once
         )
-        priced = alike.repricer.on(context, trial.load)
+        priced = alike.repricer.on(context, load)
     return TrialProblem(task.captured, priced, parted(task.captured, priced, task.ends), table)
 
 

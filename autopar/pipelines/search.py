@@ -21,28 +21,48 @@ from dataclasses import dataclass, field
 from autopar import sharding
 from autopar.candidates import Progress, Task
 from autopar.cost_model.build import Priced
-from autopar.ir.parts import PartedProblem, WholeSolution
+from autopar.cost_model.moments import COPIES
+from autopar.ir.parts import Amount, PartedProblem, WholeSolution
 from autopar.pipelines.problem import TrialProblem, frame_of, problem_of
 from autopar.pipelines.trials import KindKey, Trial, chunks_of, trials
 from autopar.solver import PartsModel, PriceBound, WholeSearch, least_of
+from autopar.solver.even_cut import even_share
 
 PROVEN = 1e-6
 """A gap below which a step is called optimal."""
 STAGES_GAP = 0.01
 """The least gap that is asked for, if there may be one: a stage holds whole blocks, the bound parts of them."""
 
+GUESSES = 4
+"""Trials from which a first plan is tried."""
+TAKEN = (0.25, 0.5)
+"""Parts of the memory that weights take at the least in trials from which it is tried first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """What bounds all trials of one tensor and expert parallelism and `rows`, and of fewer rows.
 
-    `problem`: of one of its trials, and `parts` its model. `free`: with memory for nothing, once for nothing.
+    `problem`: of one of its trials, with `data` data-parallel ranks, and `parts` its model. `free`: with memory for
+    nothing, once for nothing.
     """
 
     rows: int
+    data: int
     problem: TrialProblem
     parts: PartsModel
     free: PriceBound
+
+    def taken(self, task: Task, trial: Trial) -> float:
+        """About which part of the first stage's room is taken all through a step at the least: for guesses only."""
+        parted, frame = self.problem.parted, frame_of(task, trial, self.problem)
+        held = even_share(parted, trial.load.stages)
+        size = 0.0
+        for term in parted.terms:
+            if term.amount is Amount.RESIDENT:
+                share = 1.0 if term.label == COPIES else self.data / trial.data
+                size += share * min(term.sizes) * sum(held[p] / parted.counts[p] for p in term.parts)
+        return size / max(1, frame.stages[0].limit_bytes - parted.fixed_bytes)
 
     def least_us(self, task: Task, trial: Trial) -> float:
         """No plan of the trial takes less."""
@@ -140,10 +160,26 @@ class Kinds:
         """
         key = trial.kind
         if key not in self.found:
-            problem = problem_of(self.task, self.fewest.get(key, trial))
-            parts = self.models.of(problem.parted)
-            self.found[key] = Kind(trial.rows, problem, parts, parts.free())
+            fewest = self.fewest.get(key, trial)
+            self._add(key, fewest, problem_of(self.task, fewest))
         return self.found[key]
+
+    def bound(self, alike: list[Trial]) -> None:
+        """Work out what bounds all of these, of one tensor and expert parallelism: raises PinError.
+
+        The largest micro-batch, of a batch that isn't cut if some trial's isn't.
+        """
+        largest = max(alike, key=lambda t: (t.rows, -t.data))
+        if all(t.load.micro_batches > 1 for t in alike):
+            self.of(largest)
+        else:
+            key = (*largest.kind[:3], False)
+            fewest = self.fewest.get(key, self.fewest.get(largest.kind, largest))
+            self._add(key, fewest, problem_of(self.task, fewest, joined=True))
+
+    def _add(self, key: KindKey, trial: Trial, problem: TrialProblem) -> None:
+        parts = self.models.of(problem.parted)
+        self.found[key] = Kind(trial.rows, trial.data, problem, parts, parts.free())
 
     def search_of(self, trial: Trial) -> tuple[Priced, WholeSearch]:
         """The trial's own problem. Raises PinError."""
@@ -178,11 +214,12 @@ class Search:
             self.progress(f"bound tp={tensor}" + (f" ep={experts}" if experts > 1 else ""), 0.02 * i)
             alike = [t for t in self.every if (t.tensor, t.experts) == (tensor, experts)]
             with contextlib.suppress(sharding.PinError):  # of this one, which says nothing of the others
-                self.kinds.of(max(alike, key=lambda t: (t.rows, -t.data)))
+                self.kinds.bound(alike)
         found = [Known(t) for t in self.every]
         for known in found:
             kind = self.kinds.nearest(known.trial)
             known.bound_us = kind.least_us(self.task, known.trial) if kind else 0.0
+        self._guess(found, end)
         left = [(known.bound_us, i) for i, known in enumerate(found)]
         heapq.heapify(left)
         while left:
@@ -198,6 +235,27 @@ class Search:
             if self._closer(found[i]):
                 heapq.heappush(left, (found[i].bound_us, i))
         return True
+
+    def _guess(self, found: list[Known], end: float) -> None:
+        """A first plan, against which others are measured: of a trial whose weights leave most of the memory free.
+
+        Trials of least bound come first in the search, and need more than there is: without a plan each of them is
+        bounded as well as can be.
+        """
+        order = []
+        for i, known in enumerate(found):
+            kind = self.kinds.nearest(known.trial)
+            taken = kind.taken(self.task, known.trial) if kind else math.inf
+            if taken < 1 and known.bound_us < self.below_us:
+                order.append((sum(taken > part for part in TAKEN), known.bound_us, i))
+        for _, _, i in sorted(order)[:GUESSES]:
+            known = found[i]
+            self.progress(f"first {known.trial}", 0.1)
+            while self.best is None and time.monotonic() < end and not math.isinf(known.bound_us):
+                if not self._closer(known):
+                    break
+            if self.best is not None:
+                break
 
     def _closer(self, known: Known) -> bool:
         """Look closer at a trial. False: nothing more is to be known of it."""

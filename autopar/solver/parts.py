@@ -1,17 +1,17 @@
 """Linear models of a problem in parts: the least that parts take at prices of memory, and choices at such prices.
 
 The *parts' relaxation* is the LP of the problem without what ties one part to another: each part then has the least of
-its own. `limited` solves it for what one stage holds, under that stage's memory. Its dual is a price of memory, at
-which the LP's optimum is the optimum of every part by itself: so it yields a `PriceBound`, which holds for any choice
-of the model, on any stage. `choice_at` solves the whole problem, ties included, at prices.
+its own. `priced` solves it where the bytes of a stage cost something, and yields a `PriceBound`, which holds for any
+choice of the model, on any stage; `room.price_of_room` finds the best price. `choice_at` solves the whole problem, ties
+included, at prices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -62,6 +62,16 @@ class PriceBound:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A bound at a price of a stage's bytes, and what the relaxation's point takes there of time and of bytes."""
+
+    price: float
+    us: float
+    bytes: float
+    bound: PriceBound
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """What a stage holds: instances of each part, and the micro-batches in flight there; `room_bytes` for it."""
@@ -96,61 +106,39 @@ class PartsModel:
         """Of models that share their arrays the same."""
         return id(self._shared)
 
-    def least(self, weights: Weights, parts: Collection[int]) -> tuple[float, ...]:
-        """Of each part, for one instance, the least weighted amount in the parts' relaxation; 0.0 of other parts."""
-        own = self._shared.part_model(parts)
-        answer = own.session.solve(self._cost(weights, apart=True)[own.columns])
-        if answer.point is None:  # these parts have no choice at all
-            return tuple(math.inf if p in parts else 0.0 for p in range(len(self.parted.parts)))
-        return self._shares(weights, own, answer.point, parts)
-
     def free(self, once_weight: float = 0.0) -> PriceBound:
         """With memory for nothing."""
-        every = range(len(self.parted.parts))
-        return PriceBound(once_weight=once_weight, least=self.least(self._weights(once_weight), every))
+        return self.priced(Held((1,) * len(self.parted.parts), 1.0, 0.0), once_weight, 0.0).bound
 
-    def limited(self, held: Held, once_weight: float) -> PriceBound:
-        """The bound at the price that a stage's memory has, which is 0 where all fits."""
-        parts = [p for p, n in enumerate(held.instances) if n]
-        own = self._shared.part_model(parts)
-        times = {p: float(held.instances[p]) for p in parts}
-        cost = self._cost(_times(self._weights(once_weight), times), apart=True)[own.columns]
+    def priced(self, held: Held, once_weight: float, price: float, *, busy: float = 1.0) -> Priced:
+        """The parts' relaxation where a byte of a stage's memory costs so many µs; of bytes alone if `busy` is 0."""
+        weights = self._stage_weights(held, once_weight, price, busy)
+        every = {p: float(n or 1) for p, n in enumerate(held.instances)}
+        mine = {p: float(n) for p, n in enumerate(held.instances) if n}
+        own = self._shared.own
+        point = own.session.solve(self._cost(_times(weights, every), apart=True)[own.columns]).point
+        bound = PriceBound(
+            busy_weight=busy, once_weight=once_weight, saved_price=weights.get((0, Amount.SAVED), 0.0),
+            resident_price=weights.get((0, Amount.RESIDENT), 0.0), remade_price=weights.get((0, Amount.REMADE), 0.0),
+            least=(math.inf,) * len(every) if point is None else self._shares(weights, point),
+        )  # fmt: skip
+        if point is None:  # the parts have no choice at all
+            return Priced(price=price, us=math.inf, bytes=math.inf, bound=bound)
+        times, sizes = self._stage_weights(held, once_weight, 0.0, 1.0), self._stage_weights(held, 0.0, 1.0, 0.0)
+        us, size = (
+            float(self._cost(_times(w, mine), apart=True)[own.columns] @ point) for w in (times, sizes)
+        )  # fmt: skip
+        return Priced(price=price, us=us, bytes=size, bound=bound)
+
+    def room_of(self, held: Held) -> float:
+        """Bytes for what is saved and resident, and made again by the mean of its instances."""
+        return max(
+            1.0, held.room_bytes - max((self._smallest[p] for p, n in enumerate(held.instances) if n), default=0.0)
+        )
+
+    def _stage_weights(self, held: Held, once: float, price: float, busy: float) -> Weights:
         # What is made again in one instance at a time is at least its mean over all of them.
-        remade = 1 / sum(held.instances)
-        sizes = self._cost(_times(self._weights(0.0, held.in_flight, 1.0, remade, busy=0.0), times), apart=True)[
-            own.columns
-        ]
-        room = held.room_bytes - max((self._smallest[p] for p in parts), default=0.0)
-        scale = UNITS / max(room, 1.0)
-        answer = own.session.solve(cost, (sizes * scale, room * scale))
-        if answer.point is None:
-            return self.at_prices(0.0, held.in_flight, 1.0, remade, busy=0.0)
-        price = abs(float(answer.row_dual[-1])) * scale
-        return self.at_prices(
-            once_weight, price * held.in_flight, price, price * remade, known=(own, answer.point, parts)
-        )
-
-    def at_prices(
-        self, once_weight: float, saved: float, resident: float, remade: float, *, busy: float = 1.0,
-        known: tuple[_Own, Floats, Collection[int]] | None = None,
-    ) -> PriceBound:  # fmt: skip
-        """The bound at given prices. `known`: an optimum for some of the parts."""
-        weights = self._weights(once_weight, saved, resident, remade, busy=busy)
-        least = [0.0] * len(self.parted.parts)
-        if known is not None:
-            least = list(self._shares(weights, *known))
-        others = [p for p in range(len(least)) if known is None or p not in known[2]]
-        if others:
-            for p, us in enumerate(self.least(weights, others)):
-                least[p] += us
-        return PriceBound(
-            busy_weight=busy,
-            once_weight=once_weight,
-            saved_price=saved,
-            resident_price=resident,
-            remade_price=remade,
-            least=tuple(least),
-        )
+        return self._weights(once, price * held.in_flight, price, price / sum(held.instances), busy=busy)
 
     def choice_at(self, weights: Weights) -> Choice | None:
         """A choice for the whole model that is best at these weights, or near it where the LP isn't whole."""
@@ -255,11 +243,12 @@ class PartsModel:
                 cost += weight * taken * self._shared.of_part[key[0]] if apart else weight * taken
         return cost
 
-    def _shares(self, weights: Weights, own: _Own, point: Floats, parts: Collection[int]) -> tuple[float, ...]:
-        found = [0.0] * len(self.parted.parts)
-        for part in parts:
+    def _shares(self, weights: Weights, point: Floats) -> tuple[float, ...]:
+        """Of each part what a point of the parts' relaxation takes, less what the solver may have missed."""
+        found = []
+        for part in range(len(self.parted.parts)):
             mine = {key: w for key, w in weights.items() if key[0] == part}
-            found[part] = float(self._cost(mine, apart=True)[own.columns] @ point) * (1 - SLACK)
+            found.append(float(self._cost(mine, apart=True)[self._shared.own.columns] @ point) * (1 - SLACK))
         return tuple(found)
 
     def _smallest_transients(self) -> list[float]:
@@ -299,16 +288,17 @@ class _Shared:
 
     def __init__(self, parted: PartedProblem) -> None:
         self.model: ProblemModel = build_model(parted.problem)
-        self.whole = Session(self.model.linear)
         self.of_part = [self._columns_of(parted, part) for part in range(len(parted.parts))]
-        self._own: dict[tuple[int, ...], _Own] = {}
 
-    def part_model(self, parts: Collection[int]) -> _Own:
-        """The parts' relaxation for some of them: rows that reach beyond a part are left out."""
-        key = tuple(sorted(parts))
-        if key not in self._own:
-            self._own[key] = _restricted(self.model.linear, [self.of_part[p] for p in key])
-        return self._own[key]
+    @cached_property
+    def own(self) -> _Own:
+        """The parts' relaxation: rows that reach beyond a part are left out."""
+        return _restricted(self.model.linear, self.of_part)
+
+    @cached_property
+    def whole(self) -> Session:
+        """The relaxation of the problem."""
+        return Session(self.model.linear)
 
     def _columns_of(self, parted: PartedProblem, part: int) -> Bools:
         """Columns of the part's own nodes, and of conversions between them."""

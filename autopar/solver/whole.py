@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.parts import Amount, Choice, Frame, WholeSolution
@@ -20,6 +20,7 @@ from autopar.ir.problem import Problem, evaluate
 from autopar.ir.stages import Run, StageProblem
 from autopar.solver.even_cut import even_share, unchosen
 from autopar.solver.parts import Held, PartsModel, PriceBound, Weights
+from autopar.solver.room import price_of_room
 from autopar.solver.stage_bound import least_of, once_weight, stage_work_us
 from autopar.solver.stages import solve_stages
 
@@ -72,16 +73,11 @@ class WholeSearch:
         chunks = self._lowest()
         if chunks in self.closed:
             return False
-        if not self.raise_bound():
+        before = len(self.bounds)
+        self.look(chunks, cutoff_us * (1 - gap))
+        if len(self.bounds) == before:
             self.solve(chunks, cutoff_us, gap)
         return True
-
-    def raise_bound(self) -> bool:
-        """Look at the memory of the first stage for the chunks that hold the bound down; False if that is known."""
-        chunks = self._lowest()
-        before = len(self.bounds)
-        self.look(chunks)
-        return len(self.bounds) > before
 
     def _lowest(self) -> int:
         return min(self.chunks, key=lambda v: (self._least_us(v), v))
@@ -89,14 +85,22 @@ class WholeSearch:
     def _least_us(self, chunks: int) -> float:
         known = self.known.get(chunks)
         if known is None or known[0] != len(self.bounds):
-            found = least_of(self.parts.parted, self.frame, chunks, self.bounds, self.passed_bytes, self.transient)
-            known = self.known[chunks] = (len(self.bounds), found)
+            known = self.known[chunks] = (len(self.bounds), self._least_by(chunks, self.bounds))
         return max(known[1], self.closed.get(chunks, 0.0))
 
-    def look(self, chunks: int) -> PriceBound:
-        """The bound at the price of the first stage's memory, for an even share of the model."""
+    def _least_by(self, chunks: int, bounds: Sequence[PriceBound]) -> float:
+        return least_of(self.parts.parted, self.frame, chunks, bounds, self.passed_bytes, self.transient)
+
+    def look(self, chunks: int, enough_us: float = math.inf) -> PriceBound:
+        """The bound at the price of the first stage's memory, for an even share of the model; or at the first price
+        that says that no plan of so many chunks takes less than `enough_us`."""
         problem = self._problem(chunks, ())
-        return self._limited(problem, 0, even_share(self.parts.parted, len(problem.stages)))[0]
+
+        def enough(bound: PriceBound) -> bool:
+            return self._least_by(chunks, [bound]) >= enough_us
+
+        share = even_share(self.parts.parted, len(problem.stages))
+        return self._limited(problem, 0, share, enough if enough_us < math.inf else None)[0]
 
     def solve(self, chunks: int, cutoff_us: float, gap: float) -> None:
         """Improve `best` with plans of so many chunks that take less than `cutoff_us`."""
@@ -106,11 +110,9 @@ class WholeSearch:
         for _ in range(ROUNDS):
             if self._least_us(chunks) >= cutoff_us:
                 break
-            found = self._assigned(chunks, first, math.inf) or found
+            found = self._assigned(chunks, first, math.inf) or found or self._smaller(chunks, first)
             if found is None:
-                if not self._smaller(chunks):
-                    break
-                continue
+                break
             if self.best is None or found.step_us < self.best.step_us:
                 self.best = found
                 cutoff_us = min(cutoff_us, found.step_us)
@@ -137,7 +139,10 @@ class WholeSearch:
         passed = parted.passed_bytes(choices[0]) if choices else self.passed_bytes
         return self.frame.problem(parted, runs, chunks, passed)
 
-    def _limited(self, problem: StageProblem, stage: int, held: tuple[int, ...]) -> tuple[PriceBound, bool]:
+    def _limited(
+        self, problem: StageProblem, stage: int, held: tuple[int, ...],
+        enough: Callable[[PriceBound], bool] | None = None,
+    ) -> tuple[PriceBound, bool]:  # fmt: skip
         """The bound at the price of one stage's memory, and whether it is new."""
         place = problem.stages[stage]
         room = place.limit_bytes - place.fixed_bytes
@@ -145,7 +150,8 @@ class WholeSearch:
         key = (once, place.in_flight, room, held)
         known = key in self.looked
         if not known:
-            found = self.parts.limited(Held(held, place.in_flight, float(room)), once)
+            least = sum(n * us for n, us in zip(held, self.bounds[0].least, strict=True) if n)
+            found = price_of_room(self.parts, Held(held, place.in_flight, float(room)), once, least, enough)
             self.looked[key] = found
             self.bounds.append(found)
         return self.looked[key], not known
@@ -164,18 +170,22 @@ class WholeSearch:
                 self.choices.setdefault(choice)
         return len(self.choices) > before
 
-    def _smaller(self, chunks: int) -> bool:
-        """Choices that take less memory, where none of those there are fits."""
-        before = len(self.choices)
+    def _smaller(self, chunks: int, first: PriceBound) -> WholeSolution | None:
+        """The best assignment with choices that take less memory, where none of those there are fits."""
         problem = self._problem(chunks, ())
         bounds = [b for b in self.bounds if b.busy_weight and b.resident_price > 0]
         price = max((b.resident_price for b in bounds), default=1e-9)
-        for factor in (16.0, 256.0, 1e5):
-            for flying in sorted({s.in_flight for s in problem.stages}):
-                choice = self.parts.choice_at(self._weights(problem, factor * price * flying, factor * price))
+        flying = sorted({s.in_flight for s in problem.stages}, reverse=True)
+        for factor in (4.0, 16.0, 256.0, 1e5):
+            before = len(self.choices)
+            for n in flying if factor > 16 else flying[:1]:
+                choice = self.parts.choice_at(self._weights(problem, factor * price * n, factor * price))
                 if choice is not None:
                     self.choices.setdefault(choice)
-        return len(self.choices) > before
+            found = self._assigned(chunks, first, math.inf) if len(self.choices) > before else None
+            if found is not None:
+                return found
+        return None
 
     def _weights(self, problem: StageProblem, saved: float, resident: float) -> Weights:
         """Of one instance, in an objective for the whole model: what it takes, with bytes at these prices.
