@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from autopar.ir.graph import CapturedGraph, Graph, InputKind, Node, OutputKind, Phase, TensorMeta
 from autopar.ir.layout import Kind, P, Placement, R, S
 from autopar.ir.strategy import Rule
+from autopar.ops.attention import RING
 from autopar.ops.experts import EXCHANGE
 from autopar.sharding.weights import Weights, is_follower
 
@@ -140,6 +141,8 @@ class _Walker:
         metas = tuple(weights.metas[name] for name in node.refs)
         fitting, lost = self._fitting(node, rules, states, held, metas)
         more = self._by_experts(node, rules, trace, states, held) if self.experts else ()
+        if any(r.tag == RING for r in fitting):  # or not cut along the sequence in this op, but whole or by heads
+            more = tuple(r for r in rules if r not in fitting)
         trace.allowed[node.name] = (*fitting, *more)
         if lost:
             trace.lost.add(node.name)

@@ -340,7 +340,7 @@ class Expressions:
 OWN = frozenset({"index", "piece"})
 """Methods of `rt` that say which rank it is."""
 TALK = frozenset({"all_reduce", "all_reduce_max", "all_gather", "reduce_scatter", "all_to_all", "convert", "barrier",
-                  "exchange_counts", "exchange_rows", "send", "receive"})  # fmt: skip
+                  "exchange_counts", "exchange_rows", "pass_on", "send", "receive"})  # fmt: skip
 """Methods of `rt` that other ranks take part in."""
 
 
