@@ -5,8 +5,7 @@ Cut along batch or heads without communication; along the query's sequence too w
 
 Cut along the sequence of queries and keys too, blocks of keys and values go round the ranks of the axis (tag "ring",
 `autopar.runtime.ring`). Pieces are contiguous, so under a causal mask the last rank has a whole block in each round and
-the first one none but its own: priced is the last rank. Not with a mask that is given: a row of it may be so low in all
-of a block that the block's log-sum-exp doesn't say how many keys there are.
+the first one none but its own: priced is the last rank. A mask that is given is cut along queries and has all keys.
 """
 
 from __future__ import annotations
@@ -62,10 +61,9 @@ def _is_causal(node: Node) -> bool:
 
 
 def _goes_round(node: Node, metas: Metas) -> bool:
-    """True if blocks of keys may go round: no mask but the causal one, of as many queries as keys."""
+    """True if blocks of keys may go round: under the causal mask, of as many queries as keys."""
     query, key, value = metas[_QUERY[node.op] :][:3]
-    square = query.shape[2] == key.shape[2] or not _is_causal(node)
-    return "attn_mask" not in ref_positions(node) and key.shape == value.shape and square
+    return key.shape == value.shape and (query.shape[2] == key.shape[2] or not _is_causal(node))
 
 
 def _forward(node: Node, metas: Metas) -> Iterator[Rule]:
@@ -76,7 +74,7 @@ def _forward(node: Node, metas: Metas) -> Iterator[Rule]:
     if not _is_causal(node):
         yield rule((S(2), R, R, *_mask(node, metas, 2)), S(2), S(2))
     if _goes_round(node, metas):
-        yield rule((S(2),) * 3, S(2), S(2), tag=RING)
+        yield rule((*(S(2),) * 3, *_mask(node, metas, 2)), S(2), S(2), tag=RING)
 
 
 def _backward(node: Node, metas: Metas) -> Iterator[Rule]:
@@ -89,7 +87,7 @@ def _backward(node: Node, metas: Metas) -> Iterator[Rule]:
         ins = (S(2), S(2), R, R, S(2), S(2), *_mask(node, metas, 2))
         yield Rule(mask_outputs(node, (S(2), P, P)), ins)
     if _goes_round(node, metas):
-        yield Rule(mask_outputs(node, (S(2),) * 3), (S(2),) * 6, RING)
+        yield Rule(mask_outputs(node, (S(2),) * 3), (*(S(2),) * 6, *_mask(node, metas, 2)), RING)
 
 
 def _local(name: str) -> Lower:

@@ -141,7 +141,7 @@ class _Walker:
         metas = tuple(weights.metas[name] for name in node.refs)
         fitting, lost = self._fitting(node, rules, states, held, metas)
         more = self._by_experts(node, rules, trace, states, held) if self.experts else ()
-        if any(r.tag == RING for r in fitting):  # or not cut along the sequence in this op, but whole or by heads
+        if any(r.tag == RING for r in fitting):  # or otherwise in this op: keys whole, or heads cut
             more = tuple(r for r in rules if r not in fitting)
         trace.allowed[node.name] = (*fitting, *more)
         if lost:
@@ -191,6 +191,8 @@ class _Walker:
             return late, False
         if all(s == R for s in states):
             return self._made_here(node, rules), False
+        if rounds := _going_round(rules, states):
+            return rounds, False
         for free in (False, True):
             fit = tuple(r for r in rules if all(map(_suits, r.inputs, states, held, (free,) * len(states))))
             if fit:
@@ -207,6 +209,11 @@ class _Walker:
             if made:
                 return made
         return tuple(r for r in rules if all(p == R for p in r.inputs) and all(o in (R, None) for o in r.outputs))
+
+
+def _going_round(rules: tuple[Rule, ...], states: tuple[Placement, ...]) -> tuple[Rule, ...]:
+    """Rules by which blocks go round, if queries and keys are cut so. A mask may be converted."""
+    return tuple(r for r in rules if r.tag == RING and r.inputs[:3] == states[:3])
 
 
 def _as_stored(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
