@@ -266,4 +266,5 @@ def _beside_bytes(node: Node, pick: Strategy, metas: Mapping[str, TensorMeta], c
         None if o is None or layout is None else context.piece(o.meta, layout)
         for o, layout in zip(node.outputs, pick.outputs, strict=True)
     )
-    return ops.held_bytes(ops.local_call(node, pick, context.table.mesh, pieces, outputs, wholes).function, pieces)
+    call = ops.local_call(node, pick, context.table.mesh, pieces, outputs, wholes)
+    return ops.held_bytes(call.function, call.args, pieces, context.table.mesh)

@@ -142,18 +142,21 @@ def _passed_backward(here: LocalContext) -> Iterator[Inner]:
             yield Collective.SEND, axis, sent
 
 
-def _held_forward(inputs: Metas) -> int:
-    """The block worked on and the next one; the round's result, and the sum of results where it is wider."""
-    query, item = inputs[0], _sum_bytes(inputs)
-    wide = query.numel * item if item > ITEM_BYTES[query.dtype] else 0
-    return 2 * _blocks_bytes(inputs, 0) + query.nbytes + wide + query.numel // query.shape[-1] * item
+def _held_forward(inputs: Metas, ranks: int) -> int:
+    """The block worked on and the next one; the round's result beside the sum, which is the output but for its width;
+    of each query four numbers."""
+    query, item, block = inputs[0], _sum_bytes(inputs), _blocks_bytes(inputs, 0)
+    part = query.numel * item * (2 if item > ITEM_BYTES[query.dtype] else 1)
+    rows = 4 * item * (query.numel // query.shape[-1])
+    return rows + (2 * block + part if ranks > 2 else max(2 * block, block + part))
 
 
-def _held_backward(inputs: Metas) -> int:
-    """As above, and the gradients' sums, those of two blocks."""
+def _held_backward(inputs: Metas, ranks: int) -> int:
+    """Blocks as above; the sums of gradients of the last one, on their way, and of this one; the round's own, in the
+    place of the outputs that come after the last round."""
     query, item = inputs[1], _sum_bytes(inputs)
-    wide = query.numel * item if item > ITEM_BYTES[query.dtype] else 0
-    return 3 * _blocks_bytes(inputs, 1) + 2 * _blocks_bytes(inputs, 1, item) + query.nbytes + wide
+    blocks = min(ranks - 1, 2) * _blocks_bytes(inputs, 1)
+    return blocks + 2 * _blocks_bytes(inputs, 1, item) + query.numel * item
 
 
 def _product(query: TensorMeta, key: TensorMeta) -> float:
@@ -181,8 +184,8 @@ ATTENTION: Mapping[str, OpEntry] = {
     ),
 }  # fmt: skip
 
-HELD: Mapping[str, Callable[[Metas], int]] = {
+HELD: Mapping[str, Callable[[Metas, int], int]] = {
     "local_ops.ring_attention": _held_forward,
     "local_ops.ring_attention_backward": _held_backward,
 }
-"""Local form -> bytes that it holds beside its inputs, of these local metas, and its outputs."""
+"""Local form -> bytes that it holds beside its inputs, of these local metas, and its outputs, on so many ranks."""

@@ -52,10 +52,10 @@ def rounds(node: Node, strategy: Strategy, mesh: Mesh, local_inputs: Metas, loca
     return entry.rounds(LocalContext(node, strategy, mesh, local_inputs, local_outputs))
 
 
-def held_bytes(function: str, inputs: Metas) -> int:
-    """Bytes that a local form holds beside its inputs, of these local metas, and its outputs: those of a few are
-    counted."""
-    return HELD[function](inputs) if function in HELD else 0
+def held_bytes(function: str, args: tuple[Any, ...], inputs: Metas, mesh: Mesh) -> int:
+    """Bytes that a call holds beside its inputs, of these local metas, and its outputs: counted of local forms whose
+    first argument is the axis that they talk along."""
+    return HELD[function](inputs, mesh.axis(args[0]).size) if function in HELD else 0
 
 
 def flops(node: Node, inputs: Metas, outputs: OutMetas) -> float:

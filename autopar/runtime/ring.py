@@ -79,10 +79,13 @@ def ring_attention_backward(
             )  # fmt: skip
             del k, v
             of_query.add_(parts[0])
+            parts = parts[1:]
         if following is not None:
             of_held, following = following(), None
-        for total, part in zip(of_held, parts[1:], strict=False):
-            total.narrow(KEYS, 0, rows.length).add_(part)
+        if parts:
+            of_held.narrow(KEYS + 1, 0, rows.length)[0].add_(parts[0])
+            of_held.narrow(KEYS + 1, 0, rows.length)[1].add_(parts[1])
+        del parts
         following = rt.pass_on(of_held, axis)
         if coming is not None:
             held, coming = coming(), None
