@@ -123,6 +123,7 @@ def verified(name: str, pins: dict, micro_batches: int | None, **options: object
 def test_all_numbers_equal_one_devices(name, pins, micro_batches, schedule):
     plan, report = verified(name, pins, micro_batches)
     assert report.ok, report
+    assert ("cp" in pins) == any("ring" in s.tags for ops in plan.strategies.values() for s in ops.values())
     assert plan.schedule.name == schedule
     assert plan.schedule.micro_batches == micro_batches
 

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.codegen import lower
+from autopar.cost_model.clusters import load_cluster
 from autopar.cost_model.live import ROUND_CPU, program_memory
+from autopar.cost_model.op_cost import op_cost
+from autopar.cost_model.prices import MeshPrices
 from autopar.ir.layout import S
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.strategy import Rule
@@ -27,7 +30,7 @@ from autopar.sharding import RuleCache, one_axis_rules
 from tests.cases.forced import Case, _priced, case, check, cover, grid, line, plan_of
 from tests.models import tiny
 from tests.sharding.truth import check as wrong
-from tests.sharding.truth import fits, make, strategy_of, with_node_units
+from tests.sharding.truth import fits, local_meta, make, strategy_of, with_node_units
 
 ATT = "aten._scaled_dot_product_flash_attention_for_cpu"
 CACHE = RuleCache()
@@ -152,6 +155,40 @@ def test_blocks_go_round_one_axis() -> None:
     assert not Expander(on).expand(((turns,), (turns,)), metas, outs)
     (both,) = Expander(on).expand(((turns,), (heads,)), metas, outs)
     assert not wrong(node, metas, both, on)
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_is_sent_is_priced_where_nothing_hides_it(causal: bool, back: bool) -> None:
+    """The last of 4 ranks, a round's block against a round's transfer: over NVLink and over slow PCIe."""
+    heads = tuple(f(2, 8, 4096, 64, dtype=torch.bfloat16) for _ in range(3))
+    stats = f(2, 8, 4096, dtype=torch.float32)
+    if back:
+        made = make(ATT + "_backward.default", heads[0], *heads, heads[0], stats, 0.0, causal)
+    else:
+        made = make(ATT + ".default", *heads, 0.0, causal)
+    node, metas = with_node_units(*made)
+    (rule,) = going_round(node, metas)
+    on = line(4, "cp")
+    strategy = strategy_of((rule,), on)
+    pieces = tuple(local_meta(m, x, on) for m, x in zip(metas, strategy.inputs, strict=True))
+    values = zip(node.outputs, strategy.outputs, strict=True)
+    outs = tuple(None if o is None or x is None else local_meta(o.meta, x, on) for o, x in values)
+    exposed = []
+    for name in ("dgx-a100-80g:1", "rtx4090:4"):
+        cluster = load_cluster(name)
+        on = Mesh(axes=(Axis(name="cp", size=4, level=cluster.level_of(4, 1)),))
+        block = op_cost(node, pieces, outs, cluster).us
+        whole, sent = MeshPrices(cluster, on).op_us(node, strategy, pieces, outs)
+        rounds = [1, *[2 if causal else 1] * 3]
+        assert whole == pytest.approx(sum(rounds) * block)
+        link = cluster.levels[on.axes[0].level]
+        blocks = 2 * pieces[-1 if not back else 2].nbytes
+        turns = [blocks] * 3 if not back else [blocks, 3 * blocks, 3 * blocks, 2 * blocks, 2 * blocks]
+        times = [link.latency_us + n / link.bytes_per_us for n in turns]
+        assert sent == pytest.approx(sum(max(0.0, t - n * block) for t, n in zip(times, [*rounds, 0], strict=False)))
+        exposed.append(sent)
+    assert exposed[0] < exposed[1] and (back or exposed[0] == 0)
 
 
 FAULTS = ("another block than came", "the mask of another block", "later keys seen", "not joined", "gradients lost")
