@@ -97,8 +97,8 @@ def _local(name: str) -> Lower:
         first = _QUERY[here.node.op]
         for axis in here.tagged(RING):
             keys = here.wholes[first + 1]
-            cut = (axis, keys.shape[2], unit_of(keys.units, 2))
-            return LocalCall(f"local_ops.ring_{name}", (*cut, *here.node.args), here.node.kwargs)
+            cut, form = (axis, keys.shape[2], unit_of(keys.units, 2)), "ring_" + name
+            return LocalCall(f"local_ops.{form}", (*cut, *here.node.args), here.node.kwargs)
         if any(here.in_cut(d, first) for d in range(3)):
             return LocalCall(f"local_ops.{name}", here.node.args, here.node.kwargs)
         return here.same()
