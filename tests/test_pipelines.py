@@ -178,10 +178,12 @@ def test_bounds_hold_for_every_choice(part: float):
     assert nearest < 1.1
 
 
-def test_the_answer_is_the_best_of_all_trials():
+@pytest.mark.parametrize("space", [{}, {"pipeline": (2,), "context": (1, 2), "tensor": (1,)}], ids=["", "context"])
+def test_the_answer_is_the_best_of_all_trials(space):
     """No trial, solved by itself, beats what the search found, and no bound is above what was found under it."""
-    task = task_of(4)
+    task = task_of(4, search_space=space)
     found = best_of(task, quiet)
+    assert len({t.ranks for t in found.trials}) > 1
     assert found.best is not None
     assert found.bound_us <= found.best.step_us * (1 + 1e-9)
     steps = []
@@ -194,7 +196,7 @@ def test_the_answer_is_the_best_of_all_trials():
         assert found.bound_us <= search.best.step_us * (1 + 1e-9)
         steps.append(search.best.step_us)
     assert found.best.step_us <= min(steps) * (1 + 1e-9)
-    assert len(steps) == len(found.trials) > 10
+    assert len(steps) == len(found.trials) >= 7
 
 
 def test_one_stage_may_take_its_batch_at_once_and_few_devices_cut_over_any_links():
@@ -295,7 +297,8 @@ def test_a_stage_of_faster_devices_holds_more():
         ({"micro_batches": 7}, ["7 micro-batches", "24 rows"]),
         ({"search_space": {"pipeline": (8,)}}, ["pipeline in [8]"]),
         ({"pins": {"pp": 2, "tp": 4}}, ["pp=2", "tp=4"]),
-        ({"pins": {"cp": 2}}, ["axis cp"]),
+        ({"pins": {"free": 2}}, ["axis free"]),
+        ({"search_space": {"context": (32,)}}, ["context=[32]", "sequence of 16 places"]),
         ({"pins": {"dp": 2, "tp": 2, **BOTH}}, ["c_fc.weight", "can't cut"]),
     ],
 )

@@ -90,7 +90,7 @@ def planned(name: str, pins: dict, micro_batches: int | None, **options: object)
     chosen = Options(precision="fp64", pins=pins, micro_batches=micro_batches, **options)
     captured = api.capture(model, inputs, options=chosen)
     devices = 1
-    for axis in ("pp", "dp", "tp"):
+    for axis in ("pp", "dp", "cp", "tp"):
         devices *= pins.get(axis, 1)
     return captured, api.plan_captured(captured, load_cluster(f"rtx4090:{devices}"), options=chosen)
 
@@ -111,6 +111,8 @@ def verified(name: str, pins: dict, micro_batches: int | None, **options: object
         ("tied", {"pp": 3, "dp": 1, "tp": 1}, 6, "1f1b"),
         ("tied", {**SMALL, "stages": "3,1"}, 12, "1f1b"),
         ("tied", {"pp": 2, "dp": 2, "tp": 1, "*weight": "dp:S(0)"}, 2, "interleaved"),
+        ("tied", {"pp": 2, "dp": 1, "cp": 2, "tp": 1}, 4, "interleaved"),
+        ("tied", {"pp": 1, "dp": 2, "cp": 3, "tp": 1}, 2, "accumulate"),
         ("skip", {"pp": 3, "dp": 1, "tp": 1}, 4, "1f1b"),
         ("skip", {"pp": 2, "dp": 3, "tp": 1}, 1, "1f1b"),
         ("gpt2", SMALL, 3, "1f1b"),
@@ -121,6 +123,7 @@ def verified(name: str, pins: dict, micro_batches: int | None, **options: object
 def test_all_numbers_equal_one_devices(name, pins, micro_batches, schedule):
     plan, report = verified(name, pins, micro_batches)
     assert report.ok, report
+    assert ("cp" in pins) == any("ring" in s.tags for ops in plan.strategies.values() for s in ops.values())
     assert plan.schedule.name == schedule
     assert plan.schedule.micro_batches == micro_batches
 

@@ -8,6 +8,7 @@ device sends while all do), with V the bytes that one device holds on the *large
                                  tree      2·⌈log₂ n⌉·α + 2·V/β
                                  switch    2α + 2(n−1)/n · V/β′     where the level's switches reduce, at β′
     all-to-all                   pairwise  (n−1)α + (n−1)/n · V/β
+    send to the next                       α + V/β             of the outermost level: some rank's next is across it
 
 (Thakur et al. 2005; the same terms as NCCL's src/graph/tuning.cc. β is what a large all-reduce measures as
 bus bandwidth.)
@@ -58,6 +59,8 @@ def group_us(collective: Collective, nbytes: float, levels: Levels) -> float:
             return _ring_us(nbytes, levels)
         case Collective.ALL_TO_ALL:
             return _exchange_us(nbytes, levels)
+        case Collective.SEND:
+            return send_us(nbytes, levels)
         case _:
             raise AssertionError(collective)
 

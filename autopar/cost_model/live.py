@@ -233,7 +233,9 @@ class _Live:
         for out in step.outputs:
             if out is not None:
                 self._set(held, out.name, source or self._new(out.meta, owner))
-        self._note(owner)
+        inputs = tuple(x.meta for x in step.inputs)
+        beside = ops.held_bytes(step.function, step.args, inputs, self.program.mesh)
+        self._beside(self.rounded(beside), WORKING, owner)
 
     def _convert(self, step: Convert, held: dict[str, _Storage], given: dict[str, _Storage], path: str) -> None:
         at = held.get(step.before.name) or given[step.before.name]

@@ -8,14 +8,16 @@ programs that run, also what the model is called with and gives back, and the op
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autopar import ops
 from autopar.cost_model.context import Choices, Context, Prices, trainable
 from autopar.cost_model.lasting import HeldNode, HeldPart
 from autopar.cost_model.later import LaterNode
 from autopar.cost_model.live import LOOP_COPIES
 from autopar.cost_model.wiring import Reader, Slot, SlotKind, Wire, Wiring, stays
-from autopar.ir.graph import CapturedGraph, InputKind, Node, OutputKind, Phase
+from autopar.ir.graph import CapturedGraph, InputKind, Node, OutputKind, Phase, TensorMeta
 from autopar.ir.layout import Layout
 from autopar.ir.options import Options
 from autopar.ir.problem import Moment, NodeBytes, VersionBytes
@@ -244,7 +246,7 @@ def _op_bytes(node: Node | None, context: Context, graph: str) -> int:
 
 
 def working_bytes(slot: Slot, pick: Strategy | Layout, context: Context) -> int:
-    """Local bytes of the op's tensors."""
+    """Local bytes of the op's tensors, and of what its local form holds beside them."""
     assert slot.node is not None and isinstance(pick, Strategy)
     metas = context.metas[slot.graph]
     ins = {(ref, layout) for ref, layout in zip(slot.node.refs, pick.inputs, strict=True)}
@@ -254,4 +256,15 @@ def working_bytes(slot: Slot, pick: Strategy | Layout, context: Context) -> int:
         for o, layout in zip(slot.node.outputs, pick.outputs, strict=True)
         if o is not None and layout is not None
     )
-    return read + made
+    return read + made + (_beside_bytes(slot.node, pick, metas, context) if any(pick.tags) else 0)
+
+
+def _beside_bytes(node: Node, pick: Strategy, metas: Mapping[str, TensorMeta], context: Context) -> int:
+    wholes = tuple(metas[ref] for ref in node.refs)
+    pieces = tuple(context.piece(meta, layout) for meta, layout in zip(wholes, pick.inputs, strict=True))
+    outputs = tuple(
+        None if o is None or layout is None else context.piece(o.meta, layout)
+        for o, layout in zip(node.outputs, pick.outputs, strict=True)
+    )
+    call = ops.local_call(node, pick, context.table.mesh, pieces, outputs, wholes)
+    return ops.held_bytes(call.function, call.args, pieces, context.table.mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import final
 
 from autopar import ops
@@ -25,12 +26,19 @@ class MeshPrices:
     def op_us(
         self, node: Node, strategy: Strategy, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta | None, ...]
     ) -> tuple[float, float]:
-        """(computation µs, µs of the collectives inside the op)."""
-        inner = 0.0
-        if any(strategy.tags):
-            for collective, axis, nbytes in ops.inner_collectives(node, strategy, self._mesh, inputs, outputs):
-                inner += self._model.collective_us(collective, nbytes, axis)
-        return self._model.op(node, inputs, outputs).us, inner
+        """(computation µs, µs of the collectives inside the op, as far as nothing is computed meanwhile)."""
+        us = self._model.op(node, inputs, outputs).us
+        if not any(strategy.tags):
+            return us, 0.0
+        sent = [
+            self._model.collective_us(collective, nbytes, axis)
+            for collective, axis, nbytes in ops.inner_collectives(node, strategy, self._mesh, inputs, outputs)
+        ]
+        rounds = ops.rounds(node, strategy, self._mesh, inputs, outputs)
+        if not rounds:
+            return us, sum(sent)
+        exposed = (max(0.0, there - times * us) for there, times in zip_longest(sent, rounds, fillvalue=0))
+        return us * sum(rounds), sum(exposed)
 
     def reshard_us(self, meta: TensorMeta, before: Layout, after: Layout, stays: bool = False) -> float:
         """µs to convert a tensor of global `meta`, which `stays` anyway or goes; inf if impossible."""

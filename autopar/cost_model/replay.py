@@ -133,9 +133,10 @@ class _Replay:
         )
         us, inner_us = self.prices.op_us(node, strategy, inputs, outputs)
         name = f"{node.module_path} {node.op}".strip()
+        times = sum(ops.rounds(node, strategy, self.program.mesh, inputs, outputs)) or 1
         yield Task(
-            name=name, kind=op_kind(node.op), us=us, flops=ops.flops(node, inputs, outputs),
-            bytes=ops.moved_bytes(node, inputs, outputs),
+            name=name, kind=op_kind(node.op), us=us, flops=ops.flops(node, inputs, outputs) * times,
+            bytes=ops.moved_bytes(node, inputs, outputs) * times,
         )  # fmt: skip
         if inner_us:
             parts = ops.inner_collectives(node, strategy, self.program.mesh, inputs, outputs)

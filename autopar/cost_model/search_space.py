@@ -45,7 +45,7 @@ def mesh_candidates(cluster: ClusterSpec, options: Options, sizes: Mapping[str, 
             f"{_show(pins)} multiply to {math.prod(pins.values())} devices, but cluster {cluster.name} has "
             f"{cluster.devices} devices"
         )
-    allowed = _within(pins, allowed, sizes or {})
+    allowed = within_sizes(pins, allowed, sizes or {})
     if experts > 1 and "ep" not in pins:
         allowed.setdefault("ep", expert_degrees(experts, cluster.devices))
     choices = tuple(_choices(axis, pins, allowed, cluster.devices) for axis in ORDER)
@@ -146,7 +146,7 @@ def _shares_batch(sizes: Mapping[str, int], pins: Mapping[str, int], rows: int) 
     return sizes["ep"] == 1 or "ep" in pins or not rows or rows % (sizes["dp"] * sizes["ep"]) == 0
 
 
-def _within(
+def within_sizes(
     pins: Mapping[str, int], allowed: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]
 ) -> dict[str, tuple[int, ...]]:
     """`allowed` without degrees that leave ranks with nothing. Raises UserError where one is pinned or none is left."""
@@ -261,9 +261,10 @@ def _part(cluster: ClusterSpec, start: int, count: int) -> ClusterSpec | None:
     )
 
 
-def stage_mesh(data: int, tensor: int, cluster: ClusterSpec, experts: int = 1) -> Mesh:
-    """The mesh of one pipeline stage: `dp`, which micro-batches cut too, always; `ep`, `tp` where longer than 1."""
-    return _mesh(("dp", "ep", "tp"), {"dp": data, "ep": experts, "tp": tensor}, cluster, always="dp")
+def stage_mesh(data: int, tensor: int, cluster: ClusterSpec, experts: int = 1, context: int = 1) -> Mesh:
+    """The mesh of one pipeline stage: `dp`, which micro-batches cut too, always; the others where longer than 1."""
+    sizes = {"dp": data, "cp": context, "ep": experts, "tp": tensor}
+    return _mesh(tuple(sizes), sizes, cluster, always="dp")
 
 
 def _mesh(order: tuple[str, ...], sizes: Mapping[str, int], cluster: ClusterSpec, always: str = "") -> Mesh:

@@ -14,13 +14,15 @@ from autopar.ir.layout import Kind, Layout, Placement, R
 
 
 class Collective(Enum):
-    """Steps that a device does with its neighbours along one mesh axis. SLICE needs no communication."""
+    """Steps that a device does with its neighbours along one mesh axis. SLICE needs no communication; SEND, to the next
+    one, is no conversion but inside ops."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
     SLICE = "slice"
+    SEND = "send"
 
 
 @dataclass(frozen=True, slots=True)

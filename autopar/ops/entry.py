@@ -136,6 +136,7 @@ Lower = Callable[[LocalContext], LocalCall]
 Flops = Callable[[Node, Metas, OutMetas], float]
 Inner = tuple[Collective, str, int]
 InnerCost = Callable[[LocalContext], Iterable[Inner]]
+Rounds = Callable[[LocalContext], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +150,8 @@ class OpEntry:
         view: moves no bytes.
         random: draws random numbers.
         inner: collectives inside the local form, or None for none.
+        rounds: where the local form runs the op on its pieces several times: as many as that, in each round, takes.
+            The k-th collective of `inner` is then on its way during the k-th round.
         pieces: what a dim that doesn't divide may be cut into.
     """
 
@@ -158,6 +161,7 @@ class OpEntry:
     view: bool = False
     random: bool = False
     inner: InnerCost | None = None
+    rounds: Rounds | None = None
     pieces: Pieces = Pieces.ANY
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from autopar.ir.graph import Node, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.strategy import Strategy
+from autopar.ops.attention import HELD
 from autopar.ops.entry import Inner, LocalCall, LocalContext, Metas, OutMetas
 from autopar.ops.table import TABLE
 
@@ -40,6 +41,21 @@ def inner_collectives(
     if entry is None or entry.inner is None or not any(strategy.tags):
         return ()
     return tuple(entry.inner(LocalContext(node, strategy, mesh, local_inputs, local_outputs)))
+
+
+def rounds(node: Node, strategy: Strategy, mesh: Mesh, local_inputs: Metas, local_outputs: OutMetas) -> tuple[int, ...]:
+    """How often the op runs on its pieces, by rounds, beside which its inner collectives are on their way; () where it
+    runs once and its collectives before or after it."""
+    entry = TABLE.get(node.op)
+    if entry is None or entry.rounds is None or not any(strategy.tags):
+        return ()
+    return entry.rounds(LocalContext(node, strategy, mesh, local_inputs, local_outputs))
+
+
+def held_bytes(function: str, args: tuple[Any, ...], inputs: Metas, mesh: Mesh) -> int:
+    """Bytes that a call holds beside its inputs, of these local metas, and its outputs: counted of local forms whose
+    first argument is the axis that they talk along."""
+    return HELD[function](inputs, mesh.axis(args[0]).size) if function in HELD else 0
 
 
 def flops(node: Node, inputs: Metas, outputs: OutMetas) -> float:

@@ -1,8 +1,8 @@
 """The best of all trials: what bounds them is made tighter for that with the lowest bound, until it is solved.
 
-kind      trials of one tensor and expert parallelism and one size of micro-batch run the same ops on the same pieces.
-          What these take at the least, with memory for nothing, bounds every trial of the kind; of a kind that nothing
-          is known of, that of larger micro-batches, as fewer rows take no less for each
+kind      trials of one tensor, expert and context parallelism and one size of micro-batch run the same ops on the same
+          pieces. What these take at the least, with memory for nothing, bounds every trial of the kind; of a kind that
+          nothing is known of, that of larger micro-batches, as fewer rows take no less for each
 own       the trial's own problem, with all communication and what is done once a step, under the memory of its stages
 solved    its best plan (`solver.whole`), while its bound is the lowest
 
@@ -41,7 +41,7 @@ TAKEN = (0.25, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What bounds all trials of one tensor and expert parallelism and `rows`, and of fewer rows.
+    """What bounds all trials of the same `Trial.ranks` and `rows`, and of fewer rows.
 
     `problem`: of one of its trials, with `data` data-parallel ranks, and `parts` its model. `free`: with memory for
     nothing, once for nothing.
@@ -147,9 +147,9 @@ class Kinds:
 
     def nearest(self, trial: Trial) -> Kind | None:
         """Of the same rows, or of the next larger ones that are known; one whose batch isn't cut may choose more."""
-        *ranks, least, cut = trial.kind
-        larger = [k for k in self.found if [*k[:2]] == ranks and k[2] >= least and k[3] <= cut]
-        return self.found[min(larger, key=lambda k: (k[2], not k[3]))] if larger else None
+        ranks, least, cut = trial.kind
+        larger = [k for k in self.found if k[0] == ranks and k[1] >= least and k[2] <= cut]
+        return self.found[min(larger, key=lambda k: (k[1], not k[2]))] if larger else None
 
     def of(self, trial: Trial) -> Kind:
         """The trial's kind; worked out if it isn't known. Raises PinError.
@@ -173,7 +173,7 @@ class Kinds:
         if all(t.load.micro_batches > 1 for t in alike):
             self.of(largest)
         else:
-            key = (*largest.kind[:3], False)
+            key = (*largest.kind[:2], False)
             fewest = self.fewest.get(key, self.fewest.get(largest.kind, largest))
             self._add(key, fewest, problem_of(self.task, fewest, joined=True))
 
@@ -210,9 +210,9 @@ class Search:
 
     def run(self, end: float) -> bool:
         """Search until no trial can be better by more than the gap, or `end`. True if it was not stopped."""
-        for i, (tensor, experts) in enumerate(sorted({(t.tensor, t.experts) for t in self.every})):
-            self.progress(f"bound tp={tensor}" + (f" ep={experts}" if experts > 1 else ""), 0.02 * i)
-            alike = [t for t in self.every if (t.tensor, t.experts) == (tensor, experts)]
+        for i, ranks in enumerate(sorted({t.ranks for t in self.every})):
+            alike = [t for t in self.every if t.ranks == ranks]
+            self.progress(f"bound {alike[0].mesh}", 0.02 * i)
             with contextlib.suppress(sharding.PinError):  # of this one, which says nothing of the others
                 self.kinds.bound(alike)
         found = [Known(t) for t in self.every]

@@ -15,6 +15,7 @@ from autopar.cost_model.search_space import (
     divisors,
     expert_degrees,
     stage_mesh,
+    within_sizes,
 )
 from autopar.errors import UserError
 from autopar.ir.graph import InputKind
@@ -22,7 +23,7 @@ from autopar.ir.load import Load
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import STAGES, Options
 from autopar.ir.schedules import in_halves
-from autopar.sharding import expert_count, stage_blocks
+from autopar.sharding import expert_count, followed_sizes, stage_blocks
 
 LARGEST_MICRO_BATCH = 16
 """Rows of one micro-batch on one rank: more gain nothing on matrices of 2 048 tokens a row."""
@@ -32,8 +33,10 @@ MOST_CHUNKS = 12
 """Parts of the model on one stage at most."""
 
 
-KindKey = tuple[int, int, int, bool]
-"""(tensor-parallel ranks, expert-parallel ranks, rows, whether micro-batches are there one after the other)."""
+Ranks = tuple[int, int, int]
+"""Tensor-, expert- and context-parallel ranks of a stage."""
+KindKey = tuple[Ranks, int, bool]
+"""(ranks, rows, whether micro-batches are there one after the other)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +50,22 @@ class Trial:
     schedule: str = ""
 
     @property
-    def tensor(self) -> int:
-        """Tensor-parallel ranks."""
-        return next((a.size for a in self.mesh.axes if a.name == "tp"), 1)
-
-    @property
     def data(self) -> int:
         """Data-parallel ranks."""
-        return next((a.size for a in self.mesh.axes if a.name == "dp"), 1)
+        return self._along("dp")
 
     @property
-    def experts(self) -> int:
-        """Expert-parallel ranks."""
-        return next((a.size for a in self.mesh.axes if a.name == "ep"), 1)
+    def tensor(self) -> int:
+        """Tensor-parallel ranks."""
+        return self._along("tp")
+
+    @property
+    def ranks(self) -> Ranks:
+        """All that aren't data-parallel."""
+        return self.tensor, self._along("ep"), self._along("cp")
+
+    def _along(self, axis: str) -> int:
+        return next((a.size for a in self.mesh.axes if a.name == axis), 1)
 
     @property
     def pieces(self) -> Mesh:
@@ -70,12 +76,12 @@ class Trial:
     @property
     def kind(self) -> KindKey:
         """Trials of one kind choose from the same."""
-        return self.tensor, self.experts, self.rows, self.load.micro_batches > 1
+        return self.ranks, self.rows, self.load.micro_batches > 1
 
     @property
     def order(self) -> tuple[int, ...]:
         """Of two that are as good, the simpler first."""
-        return (self.load.stages, self.tensor, self.experts, self.rows)
+        return (self.load.stages, *self.ranks, self.rows)
 
     def __str__(self) -> str:
         return f"{self.load}, {self.mesh}" + (f", {self.schedule}" if self.schedule else "")
@@ -94,10 +100,10 @@ def batch_size(task: Task) -> int:
 def trials(task: Task) -> tuple[Trial, ...]:
     """Every way within pins and search space; tensor parallel ranks on the innermost links, unless pinned."""
     pins, allowed = axis_pins(task.options), allowed_degrees(task.options)
-    for axis in ("cp", "free"):
-        if pins.get(axis, 1) != 1 or set(allowed.get(axis, (1,))) != {1}:
-            raise UserError(f"axis {axis} is not searched with pipeline stages or micro-batches: leave it out")
+    if pins.get("free", 1) != 1:
+        raise UserError("axis free is not searched with pipeline stages or micro-batches: leave it out")
     check_pins(pins, allowed, task.cluster)
+    allowed = within_sizes(pins, allowed, {"cp": followed_sizes(task.captured).get("cp", 0)})
     _check_stages(task, pins, allowed)
     every = (t for p in _stage_counts(task, pins, allowed) for t in _of_stages(task, p, pins, allowed))
     found = tuple(t for t in every if chunks_of(task, t))
@@ -159,17 +165,24 @@ def _of_stages(task: Task, stages: int, pins: Pins, allowed: Allowed) -> Iterato
     for tensor in divisors(devices):
         if not _may("tp", tensor, pins, allowed) or (tensor > near and not asked and devices_are_many(task)):
             continue
-        for experts in _expert_degrees(task, devices // tensor, tensor, pins, allowed):
-            data = devices // tensor // experts
-            if not _may("dp", data, pins, allowed):
-                continue
-            if batch % (data * experts):
-                continue
-            mesh, share = stage_mesh(data, tensor, task.cluster, experts), batch // data // experts
-            for rows in _micro_batch_rows(task.options, share, whole=stages == 1):
-                load = Load(stages=stages, micro_batches=-(-share // rows))
-                for schedule in _schedules(task.options, stages):
-                    yield Trial(load=load, mesh=mesh, rows=rows, schedule=schedule)
+        for context in _context_degrees(devices // tensor, pins, allowed):
+            left = devices // tensor // context
+            for experts in _expert_degrees(task, left, tensor, pins, allowed):
+                data = left // experts
+                if not _may("dp", data, pins, allowed) or batch % (data * experts):
+                    continue
+                mesh, share = stage_mesh(data, tensor, task.cluster, experts, context), batch // data // experts
+                for rows in _micro_batch_rows(task.options, share, whole=stages == 1):
+                    load = Load(stages=stages, micro_batches=-(-share // rows))
+                    for schedule in _schedules(task.options, stages):
+                        yield Trial(load=load, mesh=mesh, rows=rows, schedule=schedule)
+
+
+def _context_degrees(ranks: int, pins: Pins, allowed: Allowed) -> Iterator[int]:
+    """Of `ranks`, over how many sequences may be cut: over one, unless it is asked for."""
+    for size in divisors(ranks) if {"cp"} & (set(pins) | set(allowed)) else (1,):
+        if _may("cp", size, pins, allowed):
+            yield size
 
 
 def _schedules(options: Options, stages: int) -> Iterator[str]:

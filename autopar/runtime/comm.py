@@ -93,6 +93,13 @@ class Communicator(ABC):
         """x: contiguous, give[j] of its rows for rank j of the axis, in order -> the take[j] rows of each."""
         raise AssertionError(f"{type(self).__name__} has nobody to send rows to")
 
+    def pass_on(self, x: Tensor, axis: str) -> Callable[[], Tensor]:
+        """Begin to send x to the next rank along the axis, the last one's next being the first.
+
+        Gives what waits for the tensor, of the same shape, that the rank before sends. x mustn't change until then.
+        """
+        raise AssertionError(f"{type(self).__name__} has nobody to pass on to")
+
     def size(self, axis: Axis) -> int:
         """Number of ranks along an axis."""
         n = 1
@@ -106,6 +113,12 @@ class Communicator(ABC):
         for name in names_of(axis):
             at = at * self.mesh.axis(name).size + self.mesh.index(self.rank, name)
         return at
+
+    def beside(self, axis: str) -> tuple[int, int]:
+        """The ranks before and after this one along an axis, which is a ring."""
+        at, size, stride = self.index(axis), self.size(axis), self.mesh.stride(axis)
+        first = self.rank - at * stride
+        return first + (at - 1) % size * stride, first + (at + 1) % size * stride
 
     def piece(self, length: int, axis: Axis, unit: int = 1) -> Piece:
         """This rank's rows of a dim of `length` rows cut over an axis."""
@@ -296,6 +309,10 @@ class View(Communicator):
 
     def _send_rows(self, x: Tensor, axis: str, give: list[int], take: list[int]) -> Tensor:
         return self.base._send_rows(x, axis, give, take)
+
+    def pass_on(self, x: Tensor, axis: str) -> Callable[[], Tensor]:
+        """As `base` does."""
+        return self.base.pass_on(x, axis)
 
 
 def names_of(axis: Axis) -> tuple[str, ...]:

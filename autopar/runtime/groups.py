@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -144,11 +144,37 @@ class GroupCommunicator(Communicator):
             work.wait()
         self._under_way.clear()
 
+    def pass_on(self, x: Tensor, axis: str) -> Callable[[], Tensor]:
+        """Begin to send x to the next rank along the axis; what waits for the one that the rank before sends."""
+        x, group = x.contiguous(), self._groups[axis]
+        out = torch.empty_like(x)
+        before, after = self.beside(axis)
+        uses = self._uses(x, out)
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, out, before, group)]
+        )
+
+        def arrived() -> Tensor:
+            while works:
+                works.pop().wait()
+            self._let_go((x, out), uses)
+            return out
+
+        return arrived
+
     def _run(self, axis: str, collective: Callable[..., object], *tensors: Tensor) -> None:
-        """A collective. gloo's threads hold its tensors a moment longer than it lasts, and with them memory that the
-        program has freed: give them the processor until they let go (once is nearly always enough)."""
-        before = [storage_uses(x) for x in tensors] if self.device.type == "cpu" else []
+        """A collective that ends when its tensors are the program's alone again."""
+        uses = self._uses(*tensors)
         collective(*tensors, group=self._groups[axis])
+        self._let_go(tensors, uses)
+
+    def _uses(self, *tensors: Tensor) -> list[int]:
+        """How many hold each, where gloo's threads may come to."""
+        return [storage_uses(x) for x in tensors] if self.device.type == "cpu" else []
+
+    def _let_go(self, tensors: Sequence[Tensor], before: list[int]) -> None:
+        """gloo's threads hold tensors a moment longer than a collective lasts, and with them memory that the program
+        has freed: give them the processor until they let go (once is nearly always enough)."""
         for x, uses in zip(tensors, before, strict=False):
             for _ in range(YIELDS):
                 if storage_uses(x) <= uses:

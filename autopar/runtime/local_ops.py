@@ -27,6 +27,8 @@ from autopar.runtime.expert_ops import grouped_outer as grouped_outer
 from autopar.runtime.expert_ops import route as route
 from autopar.runtime.expert_ops import spread as spread
 from autopar.runtime.philox import Space, Stream, log, space
+from autopar.runtime.ring import ring_attention as ring_attention
+from autopar.runtime.ring import ring_attention_backward as ring_attention_backward
 
 Axes = tuple[str, ...]
 Shape = tuple[int, ...]

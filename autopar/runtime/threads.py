@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -18,6 +19,8 @@ from autopar.ir.mesh import Axis, Mesh
 from autopar.runtime.comm import Communicator
 
 T = TypeVar("T")
+Key = tuple[int, int, int | tuple[str, int]]
+"""(from, to, tag) of a tensor on its way; what is passed on along an axis: the axis, and how many were before."""
 
 GRACE_S = 1.0
 """After the time limit: how long ranks that only wait for others may take to end, to find who is waited for."""
@@ -53,18 +56,18 @@ class _Mail:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._arrived = threading.Condition()
-        self._waiting: dict[tuple[int, int, int], Tensor] = {}
+        self._waiting: dict[Key, Tensor] = {}
         self._broken = False
 
-    def put(self, key: tuple[int, int, int], x: Tensor) -> None:
-        """Give; `key`: (from, to, tag)."""
+    def put(self, key: Key, x: Tensor) -> None:
+        """Give."""
         with self._arrived:
             if key in self._waiting:
                 raise ValueError(f"rank {key[0]} sends to {key[1]} by tag {key[2]} before the last such was received")
             self._waiting[key] = x
             self._arrived.notify_all()
 
-    def take(self, key: tuple[int, int, int]) -> Tensor:
+    def take(self, key: Key) -> Tensor:
         """Wait for it."""
         with self._arrived:
             there = self._arrived.wait_for(lambda: self._broken or key in self._waiting, self._timeout_s)
@@ -110,6 +113,7 @@ class ThreadCommunicator(Communicator):
         super().__init__(mesh, rank, torch.device("cpu"))
         self._meetings = meetings
         self._mail = mail
+        self._passed: Counter[str] = Counter()
 
     def send_to(self, x: Tensor, to: int, tag: int) -> None:
         """Give a tensor to another rank, which asks for it by the same tag."""
@@ -117,10 +121,16 @@ class ThreadCommunicator(Communicator):
 
     def receive_from(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> Tensor:
         """What another rank sends by this tag; waits for it."""
-        found = self._mail.take((source, self.rank, tag))
-        if (tuple(found.shape), found.dtype) != (tuple(shape), dtype):
-            raise ValueError(f"rank {source} sent {found.dtype}{list(found.shape)}, expected {dtype}{list(shape)}")
-        return found
+        return _expected(self._mail.take((source, self.rank, tag)), shape, dtype, source)
+
+    def pass_on(self, x: Tensor, axis: str) -> Callable[[], Tensor]:
+        """Begin to send x to the next rank along the axis; what waits for the one that the rank before sends."""
+        before, after = self.beside(axis)
+        tag = axis, self._passed[axis]
+        self._passed[axis] += 1
+        self._mail.put((self.rank, after, tag), x.contiguous().clone())
+        shape, dtype = tuple(x.shape), x.dtype
+        return lambda: _expected(self._mail.take((before, self.rank, tag)), shape, dtype, before)
 
     def _swap(self, x: Tensor, axis: str, take: Callable[[list[Tensor]], Tensor]) -> Tensor:
         return self._meetings[axis].swap(self.index(axis), x, take)
@@ -151,6 +161,12 @@ class ThreadCommunicator(Communicator):
         if found.shape[0] != sum(take):
             raise ValueError(f"{found.shape[0]} rows came where {sum(take)} were told")
         return found
+
+
+def _expected(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Tensor:
+    if (tuple(x.shape), x.dtype) != (tuple(shape), dtype):
+        raise ValueError(f"rank {source} sent {x.dtype}{list(x.shape)}, expected {dtype}{list(shape)}")
+    return x
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

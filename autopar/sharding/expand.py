@@ -17,6 +17,7 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import Kind, Layout, Placement, R, divides, unit_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.strategy import Rule, Strategy
+from autopar.ops.attention import RING
 from autopar.ops.entry import Pieces
 from autopar.ops.experts import EXCHANGE
 
@@ -70,8 +71,8 @@ class Expander:
         return found
 
     def _strategy(self, rules: tuple[Rule, ...], inputs: Metas, outputs: OutMetas) -> Strategy | None:
-        if sum(r.tag == EXCHANGE for r in rules) > 1:
-            return None  # rows go to the ranks of one axis
+        if any(sum(r.tag == tag for r in rules) > 1 for tag in (EXCHANGE, RING)):
+            return None  # rows go to the ranks of one axis, blocks round one
         if not rules:
             whole = self.layout(())
             return Strategy(tuple(None if m is None else whole for m in outputs), (whole,) * len(inputs))

@@ -9,6 +9,7 @@ from autopar.ir.graph import Graph, InputKind, Node
 from autopar.ir.layout import Kind, P, Placement, R
 from autopar.ir.strategy import Rule
 from autopar.ops import TABLE, is_random
+from autopar.ops.attention import RING
 from autopar.sharding.storage import Storage
 from autopar.sharding.traces import Trace
 from autopar.sharding.weights import RulesOf, Weights, follow, is_follower
@@ -83,7 +84,7 @@ def _on_tp(
     heavy = (entry := TABLE.get(node.op)) is not None and entry.flops is not None
     found = []
     for rule in rules:
-        if heavy and P in rule.inputs:
+        if rule.tag == RING or (heavy and P in rule.inputs):
             continue
         if all(_argument_suits(p, name, wanted, batch) for p, name in zip(rule.inputs, node.refs, strict=True)) and all(
             value is None or not _cuts_batch(p, batch.get(value.name, R))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from autopar.ir.graph import CapturedGraph, Graph, InputKind, Node, OutputKind, Phase, TensorMeta
 from autopar.ir.layout import Kind, P, Placement, R, S
 from autopar.ir.strategy import Rule
+from autopar.ops.attention import RING
 from autopar.ops.experts import EXCHANGE
 from autopar.sharding.weights import Weights, is_follower
 
@@ -179,6 +180,8 @@ class _Walker:
         else:
             fitting, lost = self._fitting(node, rules, states, held, metas)
         more = self._by_experts(node, rules, trace, states, held) if self.experts else ()
+        if any(r.tag == RING for r in fitting):  # or otherwise in this op: keys whole, or heads cut
+            more = tuple(r for r in rules if r not in fitting)
         trace.allowed[node.name] = (*fitting, *more)
         if lost:
             trace.lost.add(node.name)
@@ -227,6 +230,8 @@ class _Walker:
             return late, False
         if all(s == R for s in states):
             return self._made_here(node, rules), False
+        if rounds := _going_round(rules, states):
+            return rounds, False
         for free in (False, True):
             fit = tuple(r for r in rules if all(map(_suits, r.inputs, states, held, (free,) * len(states))))
             if fit:
@@ -248,6 +253,11 @@ class _Walker:
 def _in_pieces(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """Rules of what is made of nothing, by rows: a mask of all rows would else be made by every rank."""
     return tuple(r for r in rules if r.outputs == (S(0),) and not r.tag)
+
+
+def _going_round(rules: tuple[Rule, ...], states: tuple[Placement, ...]) -> tuple[Rule, ...]:
+    """Rules by which blocks go round, if queries and keys are cut so. A mask may be converted."""
+    return tuple(r for r in rules if r.tag == RING and r.inputs[:3] == states[:3])
 
 
 def _as_stored(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:

@@ -81,6 +81,8 @@ def check_rest(rt: Communicator) -> None:
     assert torch.equal(rt.all_gather(pair, names, 0).imag[::2], torch.arange(float(n)))
     for axis in names:
         check_rows(rt, axis)
+        if rt.size(axis) > 1:
+            check_passing_on(rt, axis)
     rt.barrier()
 
 
@@ -96,6 +98,21 @@ def check_rows(rt: Communicator, axis: str) -> None:
         assert got.tolist() == [[i, me] for i, count in enumerate(take) for _ in range(count)]
     back = rt.exchange_rows(got, axis, take, give)
     assert torch.equal(back, rows)
+
+
+def check_passing_on(rt: Communicator, axis: str) -> None:
+    """Round the ring, two tensors at a time; the second is waited for after the next one has set off."""
+    n, me = rt.size(axis), rt.index(axis)
+    for dtype in (torch.float64, torch.bfloat16):
+        x, y = torch.full((3, 2), me, dtype=dtype), torch.full((5,), me, dtype=dtype)
+        behind = rt.pass_on(y, axis)
+        for turn in range(1, n + 1):
+            ahead = rt.pass_on(x, axis)
+            y = behind()
+            behind = rt.pass_on(y, axis)
+            x = ahead()
+            assert x.tolist() == [[(me - turn) % n] * 2] * 3 and y.tolist() == [(me - turn) % n] * 5
+        assert behind().tolist() == [(me - 1) % n] * 5
 
 
 MESHES = {"one": mesh(dp=1), "two": mesh(dp=2), "three": mesh(tp=3), "2x2": mesh(dp=2, tp=2), "2x3": mesh(dp=2, tp=3)}

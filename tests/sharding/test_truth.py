@@ -264,7 +264,7 @@ def test_attention_with_masks_and_fewer_key_heads(mask: tuple[int, int], n: int,
     q, k = f(batch, heads, 4 * n, 4), f(batch, kv, 6, 4)
     node, metas = make(ATT + ".default", q, k, k, attn_mask=f(*shape), scale=0.5)
     assert failures(node, metas, size) == []
-    assert len(one_axis_rules(node, metas, CACHE)) == 4
+    assert len(one_axis_rules(node, metas, CACHE)) == 5
     stats = f(batch, heads, 4 * n)
     node, metas = make(ATT + "_backward.default", q, q, k, k, q, stats, 0.0, False, attn_mask=f(*shape), scale=0.5)
     assert failures(node, metas, size) == []

@@ -27,6 +27,7 @@ from autopar.ir.layout import Kind, Layout, Placement, local_piece, local_shape,
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.strategy import Rule, Strategy
 from autopar.ops import LocalCall, local_call
+from autopar.ops.attention import RING
 from autopar.ops.units import with_units
 from autopar.runtime import local_ops
 from autopar.runtime.comm import Alone
@@ -299,7 +300,7 @@ def check(node: Node, metas: tuple[TensorMeta, ...], strategy: Strategy, mesh: M
         return run(call, [c[rt.rank] for c in cut], rt)
 
     try:
-        if "inner" in strategy.tags:
+        if {"inner", RING} & set(strategy.tags):
             results = run_threads(mesh, rank)
         else:
             world = ThreadWorld(mesh)

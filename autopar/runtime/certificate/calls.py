@@ -32,8 +32,8 @@ class Call:
     """One collective along a mesh axis, or one send or receive.
 
     Attributes:
-        kind: "all_reduce", "all_reduce_max", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows", "send"
-            or "receive".
+        kind: "all_reduce", "all_reduce_max", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows",
+            "pass_on", "send" or "receive".
         axis: the mesh axis of a collective, "" of a send or receive.
         peer: the other rank of a send or receive, -1 of a collective.
         shape, dtype: of the tensor that this rank hands in (of a receive: takes); of rows in unequal counts: of none.

@@ -340,7 +340,7 @@ class Expressions:
 OWN = frozenset({"index", "piece"})
 """Methods of `rt` that say which rank it is."""
 TALK = frozenset({"all_reduce", "all_reduce_max", "all_gather", "reduce_scatter", "all_to_all", "convert", "barrier",
-                  "exchange_counts", "exchange_rows", "send", "receive"})  # fmt: skip
+                  "exchange_counts", "exchange_rows", "pass_on", "send", "receive"})  # fmt: skip
 """Methods of `rt` that other ranks take part in."""
 
 
@@ -359,7 +359,7 @@ def _harmless(function: Any) -> bool:
     if isinstance(owner, (Tensor, str, dict, torch.Size)):
         return True
     module = str(getattr(function, "__module__", "") or "")
-    if module in ("autopar.runtime.local_ops", "autopar.runtime.expert_ops"):
+    if module in ("autopar.runtime.local_ops", "autopar.runtime.expert_ops", "autopar.runtime.ring"):
         return True
     name = getattr(function, "__name__", "")
     return getattr(torch, name, None) is function and hasattr(torch._C._VariableFunctions, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -73,6 +73,11 @@ class Recorder(Communicator):
     def _send_rows(self, x: Tensor, axis: str, give: list[int], take: list[int]) -> Tensor:
         self.notes.add("all_to_all_rows", x[:0], axis)  # how many is known in the step only
         return x.new_empty((sum(take), *x.shape[1:]))
+
+    def pass_on(self, x: Tensor, axis: str) -> Callable[[], Tensor]:
+        """All ranks of the axis pass on, and wait, in the same order: as a collective."""
+        self.notes.add("pass_on", x, axis)
+        return lambda: torch.empty_like(x)
 
     def send(self, x: Tensor, rank: int) -> None:
         """Hand x to another rank; waits until it has taken it."""
