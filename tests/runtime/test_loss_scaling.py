@@ -143,8 +143,8 @@ def test_stages_scale_before_their_backwards(monkeypatch: pytest.MonkeyPatch) ->
 def started_with_one(real: Any) -> Any:
     """Backwards begin with 1, and what they made is scaled."""
 
-    def run(call: Any, scale: float) -> Any:
-        result = real(call, 1.0)
+    def run(call: Any, scale: float, *more: Any) -> Any:
+        result = real(call, 1.0, *more)
         result.gradients = {name: g * scale for name, g in result.gradients.items()}
         return result
 
