@@ -137,6 +137,37 @@ def test_evaluation_and_training_in_turn(monkeypatch):
         assert gradients and all(torch.isfinite(g).all() for g in gradients.values())
 
 
+def test_hng04_the_last_batch_is_smaller():
+    """Batches of 8, 8 and 3 on two stages: a training of three steps is one device's."""
+    model, inputs = made("tied")
+    model = copy.deepcopy(model).double()
+    batches = [of_size(inputs, rows) for rows in (8, 8, 3)]
+    options = Options(precision="fp64", pins={"pp": 2, "dp": 1, "tp": 1}, micro_batches=4)
+    plan = api.search(model, load_cluster("rtx4090:2"), example_inputs=batches[0], options=options)
+
+    def trained(module):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        losses = []
+        for batch in batches:
+            out = module(**batch)
+            loss = out if torch.is_tensor(out) else out.loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    def rank(everyone):
+        module = compiled_on(everyone, plan, model, batches[0])
+        return trained(module), module.full_state_dict()
+
+    plain = copy.deepcopy(model)
+    expected = trained(plain)
+    for losses, state in run_threads(all_ranks(plan), rank, timeout_s=120):
+        assert losses == pytest.approx(expected, rel=1e-6)  # the plain model takes its loss in float32
+        assert all(torch.allclose(state[n], x, rtol=1e-5, atol=1e-7) for n, x in plain.state_dict().items())
+
+
 def test_a_plan_compiled_with_other_inputs_than_its_own():
     plan = planned("tied", SMALL, 4)[1]
     model, inputs = made("tied")

@@ -21,7 +21,7 @@ joining them is an error that names what does it; the flag of `GradScaler` is jo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ _OF_STAGES: dict[DeviceMesh, None] = {}
 def is_of_a_stage(mesh: DeviceMesh) -> None:
     """From now on: what is on this mesh belongs to one stage of several."""
     _OF_STAGES[mesh] = None
+
+
+def holds_a_stage(tensors: Iterable[Tensor]) -> bool:
+    """True if some of these are a part of the model's, held by one stage of several."""
+    return any(isinstance(x, DTensor) and x.device_mesh in _OF_STAGES for x in tensors)
 
 
 def serve_whole_numbers() -> None:
@@ -77,7 +82,7 @@ def _stack(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     followed = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if followed or any(x.dim() for x in tensors):
         return torch.cat([x.unsqueeze(dim) for x in tensors], dim)
-    if any(isinstance(x, DTensor) and x.device_mesh in _OF_STAGES for x in tensors):
+    if holds_a_stage(tensors):
         raise UserError(
             "numbers of this stage's tensors are joined as if they were the model's: clip gradients by "
             "module.clip_grad_norm_(max_norm), which knows all stages"

@@ -23,6 +23,7 @@ from torch.optim import LBFGS, Adafactor, Muon, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import UserError
+from autopar.runtime.spread_numbers import holds_a_stage
 
 MIXES = (Adafactor, Muon)
 """Optimizers whose update of an entry depends on others of its parameter, each parameter by itself."""
@@ -39,9 +40,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     listed = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(isinstance(p, DTensor) for p in listed):
         return None
-    if isinstance(optimizer, LBFGS):
+    if isinstance(optimizer, LBFGS) and holds_a_stage(listed):
         raise UserError(
-            "LBFGS takes all parameters for one vector, and this rank has pieces of them: use an optimizer that "
+            "LBFGS takes all parameters for one vector, and this rank has those of one stage: use an optimizer that "
             "updates each parameter by itself"
         )
     if not isinstance(optimizer, MIXES):

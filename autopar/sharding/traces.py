@@ -18,6 +18,8 @@ from autopar.ops.attention import RING
 from autopar.ops.experts import EXCHANGE
 from autopar.sharding.weights import Weights, is_follower
 
+MASK_DIMS = 4
+"""Of a mask: rows, heads, queries, keys."""
 RulesOf = Callable[[Node], tuple[Rule, ...]]
 
 
@@ -65,15 +67,15 @@ def followed_size(top: Graph, dim: int) -> int | None:
 
 
 def _rows_made(captured: CapturedGraph, size: int | None) -> dict[str, frozenset[str]]:
-    """Graph name -> nodes that make, of nothing, one entry or more for each of the batch's `size` rows.
+    """Graph name -> nodes that make, of nothing, an entry or more for each of the batch's `size` rows.
 
-    So it is where no other dim of an input has that size, or where dims are put behind the entries and nothing else is
-    done with them.
+    Such are tensors of the rows and steps of an input, and numbers of rows that get the three dims of a mask behind
+    them (heads, queries, keys). Nothing less tells: as many heads, or steps, as rows may be counted as well.
     """
     if size is None:
         return {}
-    shapes = [i.value.meta.shape for i in captured.top.inputs if i.kind is InputKind.INPUT]
-    telling = all(size not in shape[1:] for shape in shapes)
+    starts = {i.value.meta.shape[:2] for i in captured.top.inputs if i.kind is InputKind.INPUT}
+    starts = {start for start in starts if len(start) == 2 and start[0] == size}
     found = {}
     for graph in captured.graphs:
         readers: dict[str, list[Node]] = {}
@@ -83,15 +85,20 @@ def _rows_made(captured: CapturedGraph, size: int | None) -> dict[str, frozenset
         found[graph.name] = frozenset(
             node.name
             for node in graph.nodes
-            if node.block is None and not node.refs
-            and (out := node.first) is not None and out.meta.shape[:1] == (size,)
-            and (telling or all(map(_puts_dims_behind, readers.get(out.name, ()))))
+            if node.block is None and not node.refs and (out := node.first) is not None
+            and (out.meta.shape[:2] in starts or (out.meta.shape == (size,) and _heads_a_mask(out.name, readers)))
         )  # fmt: skip
     return found
 
 
-def _puts_dims_behind(node: Node) -> bool:
-    return node.op == "aten.unsqueeze.default" and isinstance(node.args[1], int) and node.args[1] != 0
+def _heads_a_mask(value: str, readers: Mapping[str, list[Node]]) -> bool:
+    """Whether it is read as [rows, 1, 1, 1] only."""
+    for _ in range(MASK_DIMS - 1):
+        at = readers.get(value, [])
+        if len(at) != 1 or at[0].op != "aten.unsqueeze.default" or at[0].args[1] == 0 or at[0].first is None:
+            return False
+        value = at[0].first.name
+    return True
 
 
 def _follows(meta: TensorMeta, dim: int) -> bool:

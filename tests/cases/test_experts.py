@@ -85,6 +85,19 @@ def test_every_layout_of_experts(mesh: Mesh) -> None:
     assert tags(plans) >= {"", "exchange", "own", "experts"}
 
 
+@pytest.mark.parametrize("tokens", [6, 12], ids=["of the first rank", "of all ranks"])
+def test_hng08_an_expert_that_tokens_of_some_ranks_never_choose(tokens: int) -> None:
+    """Every rank takes part in the sum of its gradients, with zeros where it has none."""
+    liking = crowded(12)
+    liking[:tokens, 3] = -9
+    tensors = {
+        "x": unequal(12, WIDTH), "up": unequal(EXPERTS, WIDTH, INNER, seed=1),
+        "down": unequal(EXPERTS, WIDTH, INNER, seed=2), "score": unequal(12, K, seed=3),
+    }  # fmt: skip
+    case_ = case(Function(routed, tensors, {"liking": liking}), {"liking": liking}, steps=2)
+    assert tags(check(case_, line(2), only=only)) >= {"", "exchange", "own", "experts"}
+
+
 def elaborate(x: Tensor, up: Tensor, down: Tensor, bias: Tensor, liking: Tensor) -> Tensor:
     """Experts with biases, gates that take every other column, and a norm: ops that name how many rows there are."""
     index = liking.topk(K, -1).indices

@@ -30,9 +30,7 @@ WAITING = {
     "X-04": "checkpoint",
     "HNG-01": "training",
     "HNG-02": "training",
-    "HNG-04": "pipeline",
     "HNG-06": "training",
-    "HNG-08": "pipeline",
     "HNG-12": "checkpoint",
 }
 """Row -> the room that it waits for."""

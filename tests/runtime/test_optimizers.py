@@ -128,8 +128,9 @@ def on_ranks(work: list[tuple[str, str, tuple[str, ...]]]) -> list[tuple[str, st
         if "muon" in whats:
             module.load_full_state_dict(first)
             found.append((kind, "kept cut", is_kept_cut(module)))
-            with pytest.raises(UserError, match="LBFGS takes all parameters for one vector"):
-                torch.optim.LBFGS(module.parameters()).step(lambda: 0.0)
+            if plan.mesh.pipeline > 1:
+                with pytest.raises(UserError, match="LBFGS takes all parameters for one vector"):
+                    torch.optim.LBFGS(module.parameters()).step(lambda: 0.0)
     return found
 
 

@@ -21,7 +21,7 @@ from autopar.errors import AutoparError, RankError
 from autopar.ir.options import Options
 from autopar.ir.plan import all_ranks
 from autopar.runtime.launch import launch
-from autopar.runtime.pipeline import Step
+from autopar.runtime.pipeline_step import Step
 from autopar.runtime.threads import run_threads
 from tests.runtime.test_launch import _alive
 from tests.test_staging import Skip

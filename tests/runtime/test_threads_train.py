@@ -35,7 +35,7 @@ def test_same_training(name: str, ranks: int, trained: tuple[Chain, dict[str, to
     plan = named_plan(captured, name, ranks)
     report = api.verify_source(captured, plan, built(captured, plan), model, batch, timeout_s=60)
     assert report.ok, str(report)
-    assert report.ranks == ranks and len(report.rows) == 3 + 5 + 5 + 10
+    assert report.ranks == ranks and len(report.rows) == 3 + 5 + 1 + 5 + 10
 
 
 def test_a_wrong_program_is_seen(trained: tuple[Chain, dict[str, torch.Tensor]]) -> None:
@@ -50,4 +50,4 @@ def test_a_wrong_program_is_seen(trained: tuple[Chain, dict[str, torch.Tensor]])
     wrong = {row.name for row in report.rows if not row.ok}
     assert "gradient of layers.0.linear.weight" in wrong
     assert "gradient of first" not in wrong
-    assert report.first_difference is not None and "of 23 tensors differ" in str(report)
+    assert report.first_difference is not None and "of 24 tensors differ" in str(report)

@@ -22,10 +22,11 @@ from autopar.ir.layout import Kind, Layout, Placement
 from autopar.ir.plan import is_staged
 from autopar.ir.program import Source
 from autopar.ir.staged import JOINED, StagedSource
-from autopar.runtime import local_ops, pipeline
+from autopar.runtime import local_ops, pipeline_step
 from autopar.runtime.comm import Communicator
 from autopar.runtime.compiled import CompiledModule
-from autopar.runtime.pipeline import Pipeline, Step
+from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.pipeline_step import Step
 from autopar.runtime.staged import StagedModule
 from tests.seeded_bugs.plans import Planned
 
@@ -254,7 +255,7 @@ BUGS = (
     ),
     Bug(
         kind="missing all-reduce", name="once a step", plans=("stages", "stages zero"),
-        plant=function(pipeline, "_of_devices", taken_for_whole), seen=LAYERS,
+        plant=function(pipeline_step, "_of_devices", taken_for_whole), seen=LAYERS,
     ),
     Bug(
         kind="double all-reduce", name="in the text", plans=("dp", "zero3", "tp", "cp"),
