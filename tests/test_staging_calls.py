@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar import api, sharding, staging
 from autopar.cost_model.clusters import load_cluster
-from autopar.errors import AutoparError, InputError, PlanError
+from autopar.errors import AutoparError, InputError, PlanError, UserError
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import S
 from autopar.ir.options import Options
@@ -135,6 +135,20 @@ def test_evaluation_and_training_in_turn(monkeypatch):
     assert [mine.is_meta for _, mine, _, _ in ranks] == [True, False]
     for _, _, _, gradients in ranks:
         assert gradients and all(torch.isfinite(g).all() for g in gradients.values())
+
+
+def test_a_call_that_is_refused_leaves_the_module_whole():
+    """No rank began a step, so none waits for another: the next call runs."""
+    plan = planned("tied", SMALL, 4)[1]
+    model, inputs = made("tied")
+
+    def rank(everyone):
+        module = compiled_on(everyone, plan, model, inputs)
+        with pytest.raises(UserError, match="must return its loss"):
+            module(input_ids=inputs["input_ids"], use_cache=False)
+        return float(module.step(**inputs))
+
+    assert len(set(run_threads(all_ranks(plan), rank, timeout_s=120))) == 1
 
 
 def test_hng04_the_last_batch_is_smaller():

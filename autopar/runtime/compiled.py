@@ -6,39 +6,55 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError, UserError
+from autopar.ir.account import RunReport, StagesReport
 from autopar.ir.layout import Kind, Layout
+from autopar.ir.plan import Plan
 from autopar.runtime.agreement import agree_among
+from autopar.runtime.calls import Planned
 from autopar.runtime.comm import Communicator
-from autopar.runtime.parameters import Weights, unwrap
+from autopar.runtime.parameters import unwrap
+from autopar.runtime.programs import Programs
 
 Module = TypeVar("Module", bound="CompiledModule")
-
-
-class Held(Protocol):
-    """What a compiled module keeps besides its parameters."""
-
-    weights: Weights
-    rt: Communicator
-    seed: int
-    step: int
-
-    def root(self, module: nn.Module) -> None:
-        """The module is this one now."""
-
-    def copied(self, root: nn.Module) -> Held:
-        """The same for a copy of the module: other weights, and a table of programs that grows on its own."""
 
 
 class CompiledModule(nn.Module):
     """A model compiled for one rank. `_autopar` holds all but its parameters, so that no submodule's name is taken."""
 
-    _autopar: Held
+    _autopar: Programs[Any, Any]
+
+    def _begin(self, model: nn.Module) -> None:
+        """Take the modes of the model, and of its capture, once the parameters are there."""
+        self.training = model.training
+        if self.training != self._autopar.captured.training:
+            self.train(self._autopar.captured.training)
+        self._autopar.modules = dict(self.named_modules())
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that this module was compiled with; it fixes how parameters are stored."""
+        return self._autopar.plan
+
+    @property
+    def plans(self) -> tuple[Planned, ...]:
+        """Every program at hand: for which calls, its plan, and the time that making it again took."""
+        return tuple(p.planned for p in self._autopar.programs.values())
+
+    @property
+    def replans(self) -> int:
+        """How often a call made this module capture again."""
+        return self._autopar.replans
+
+    @property
+    def source(self) -> str:
+        """The emitted Python of `plan`."""
+        return self._autopar.source.text
 
     @property
     def communicator(self) -> Communicator:
@@ -70,6 +86,13 @@ class CompiledModule(nn.Module):
             raise InputError(f"an rng state has whole numbers of 64 bits for 'seed' and 'step'; got {dict(state)}")
         agree_among(self._autopar.rt, str(sorted(state.items())), f"rng state {dict(state)}")
         self._autopar.seed, self._autopar.step = state["seed"], state["step"]
+
+    def _tell(self, found: RunReport | StagesReport, rank: int, path: str | Path | None) -> None:
+        """Print a report, and write it where a path is given: rank 0 does."""
+        if rank == 0:
+            print(found)
+            if path is not None:
+                found.save(path)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

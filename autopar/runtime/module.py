@@ -6,73 +6,37 @@ one program for each kind of call that it has seen (`Wanted`); parameters are st
 
 from __future__ import annotations
 
-import copy
 import os
-import sys
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import InputError, PlanError, UserError
+from autopar.errors import InputError, UserError
 from autopar.ir.account import RunReport
-from autopar.ir.graph import CapturedGraph, InputKind, OutputKind, TensorMeta
-from autopar.ir.layout import Layout, parse_layout
-from autopar.ir.mesh import Mesh
+from autopar.ir.graph import CapturedGraph, OutputKind
+from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.profile import Fingerprint
 from autopar.ir.program import Source
 from autopar.runtime.calls import (
-    Planned,
     Request,
-    Wanted,
-    add_program,
-    autocast_now,
-    captured_leaves,
-    leaves_of,
-    modes_of,
-    read_call,
-    unfrozen,
 )
-from autopar.runtime.certificate import Arguments, certified
-from autopar.runtime.certificate.recorder import Notes, Recorder
 from autopar.runtime.comm import Communicator
 from autopar.runtime.compiled import CompiledModule
 from autopar.runtime.loaded import Executable
-from autopar.runtime.parameters import Weights, placements, storage_layouts, unwrap, wrap
-from autopar.runtime.regions import Given, gradient_sources, region_metas
-from autopar.runtime.timing import NOTHING, Measuring, ticking
+from autopar.runtime.module_state import Compiled, FlatState, ReadyFlat, cut_here
+from autopar.runtime.parameters import Weights, placements, unwrap, wrap
+from autopar.runtime.programs import declared
+from autopar.runtime.timing import NOTHING, Measuring
 from autopar.runtime.torch_private import keeps_graph
-
-Compiled = tuple[CapturedGraph, Plan, Source]
 
 MEASURE_VARIABLE = "AUTOPAR_MEASURE"
 """Environment: measure so many steps of every module, and print the report."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Program:
-    """One captured graph ready to run, for calls of one kind."""
-
-    planned: Planned
-    captured: CapturedGraph
-    executable: Executable
-    inputs: dict[str, tuple[Layout, torch.dtype]]
-    outputs: tuple[Layout, ...]
-    output_shapes: tuple[tuple[int, ...], ...]
-    tangents: tuple[tuple[int, Layout], ...]
-    constants: list[Tensor]
-    regions: dict[str, Any]
-    sources: dict[str, frozenset[Given]]
-    source: Source
-    ticking: list[Executable]
 
 
 class ParallelModule(CompiledModule):
@@ -88,7 +52,7 @@ class ParallelModule(CompiledModule):
         hardware: of this rank; a report of a run says what it holds for.
     """
 
-    _autopar: _State
+    _autopar: FlatState
 
     def __init__(
         self,
@@ -103,45 +67,17 @@ class ParallelModule(CompiledModule):
         hardware: Fingerprint | None = None,
     ) -> None:
         super().__init__()
-        stored = storage_layouts({name: p.layout for name, p in plan.parameters.items()}, rt.mesh)
-        layouts = {n: stored[p.name] for p in captured.parameters for n in (p.name, *p.aliases) if p.name in stored}
-        dtypes = {n: p.meta.dtype for p in captured.parameters for n in (p.name, *p.aliases)}
-        dtypes |= {n: b.meta.dtype for b in captured.buffers for n in (b.name, *b.aliases)}
-        self._autopar = _State(captured, plan, rt, recompile)
-        self._autopar.seed = seed
-        self._autopar.weights = Weights(self, model, layouts, dtypes, rt)
-        self.training = model.training
-        if self.training != captured.training:
-            self.train(captured.training)
-        self._autopar.modules = dict(self.named_modules())
-        self._autopar.add_first(source)
-        self._autopar.hardware = hardware
+        self._autopar = state = FlatState(captured, plan, source, rt, recompile, seed)
+        state.weights = Weights(self, model, *declared(captured, plan, rt.mesh), rt)
+        state.hardware = hardware
+        self._begin(model)
+        state.add_first(lambda planned: state.made(captured, source, planned))
         steps = os.environ.get(MEASURE_VARIABLE, "")
         if steps:
             if not (steps.isascii() and steps.isdigit() and int(steps) > 0):
                 raise UserError(f"{MEASURE_VARIABLE} is {steps!r}; wanted how many steps to measure, 1 or more")
             self.measure(steps=int(steps))
-            self._autopar.tells = True
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that this module was compiled with; it fixes how parameters are stored."""
-        return self._autopar.plan
-
-    @property
-    def plans(self) -> tuple[Planned, ...]:
-        """Every program at hand: for which calls, its plan, and the time that planning again took."""
-        return tuple(p.planned for p in self._autopar.programs.values())
-
-    @property
-    def replans(self) -> int:
-        """How often a call made this module capture and plan again."""
-        return self._autopar.replans
-
-    @property
-    def source(self) -> str:
-        """The emitted Python of `plan`."""
-        return self._autopar.source.text
+            state.tells = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own return value. Arguments: the global batch, plain and equal on all ranks, or DTensors."""
@@ -155,7 +91,7 @@ class ParallelModule(CompiledModule):
                 return self._forward(program, given)
         return self._forward(program, given)
 
-    def _forward(self, program: _Program, given: dict[str, Any]) -> Any:
+    def _forward(self, program: ReadyFlat, given: dict[str, Any]) -> Any:
         state = self._autopar
         inputs = [_place(given[path], dtype, layout, state.rt) for path, (layout, dtype) in program.inputs.items()]
         if state.measuring is not None:
@@ -195,224 +131,8 @@ class ParallelModule(CompiledModule):
         if state.measuring is None:
             raise UserError(NOTHING)
         found = state.measuring.report(state.hardware)
-        if state.rt.rank == 0:
-            print(found)
-            if path is not None:
-                found.save(path)
+        self._tell(found, state.rt.rank, path)
         return found
-
-
-class _State:
-    """What a ParallelModule knows besides its parameters, under one attribute so that no submodule's name is taken.
-
-    Attributes:
-        captured, plan, source: what the module was compiled with.
-        modules: the tree's modules by path.
-        programs: the programs at hand, the one called last at the end.
-        replans: how many were made after the first.
-        seed, step: where random ops draw from: the next call that draws takes this step.
-    """
-
-    weights: Weights
-    modules: dict[str, nn.Module]
-    source: Source
-    measuring: Measuring | None = None
-    hardware: Fingerprint | None = None
-    tells: bool = False
-
-    def __init__(
-        self, captured: CapturedGraph, plan: Plan, rt: Communicator, recompile: Callable[[Request], Compiled] | None
-    ) -> None:
-        self.captured = captured
-        self.plan = plan
-        self.rt = rt
-        self.seed = self.step = 0
-        self.replans = 0
-        self.programs: OrderedDict[Wanted, _Program] = OrderedDict()
-        self._recompile = recompile
-        self._trains = {p.name: p.requires_grad for p in captured.parameters}
-
-    def copied(self, root: nn.Module) -> _State:
-        """See `CompiledModule.__deepcopy__`."""
-        new = copy.copy(self)
-        new.weights = self.weights.of_copy(root)
-        new.modules = dict(root.named_modules())
-        new.programs = OrderedDict(self.programs)
-        new.measuring, new.tells = None, False
-        return new
-
-    def root(self, module: nn.Module) -> None:
-        """The module is this one now."""
-        self.weights.root = self.modules[""] = module
-
-    def begin_measured(self, program: _Program) -> None:
-        """A call starts while steps are measured; once they all are, the report is printed if the environment asks."""
-        assert self.measuring is not None
-        if self.measuring.active:
-            if self.measuring.times_next and not program.ticking:
-                program.ticking.append(Executable(ticking(program.source), program.captured.model_name))
-            self.measuring.begin(program.planned.plan, program.source)
-            if not self.measuring.active and self.tells and self.rt.rank == 0:
-                print(self.measuring.report(self.hardware), file=sys.stderr)
-
-    def measured(self, part: str) -> AbstractContextManager[None]:
-        """Around the forward or the backward of a step: on the clock if it is measured."""
-        return nullcontext() if self.measuring is None else self.measuring.part(part)
-
-    def running(self, program: _Program) -> Executable:
-        """What runs a program now: as emitted or, in a step whose lines are timed, with a clock."""
-        if self.measuring is None or not self.measuring.timing:
-            return program.executable
-        self.measuring.restart()
-        return program.ticking[0]
-
-    def tensors(self) -> list[Tensor]:
-        """Parameters, their gradients, buffers and constants that are there; pieces of spread ones."""
-        found = [unwrap(p) for p in self.weights.parameters.values()]
-        found += [unwrap(p.grad) for p in self.weights.parameters.values() if p.grad is not None]
-        return [*found, *self.weights.buffers.values(), *(c for p in self.programs.values() for c in p.constants)]
-
-    def add_first(self, source: Source) -> None:
-        """The program that the module was compiled with."""
-        self.source = source
-        wanted = Wanted(
-            modes=modes_of(tuple(self.modules.values())),
-            leaves=captured_leaves(self.captured),
-            autocast=autocast_now(self.rt.device),
-        )
-        self.programs[wanted] = self._ready(self.captured, source, Planned(wanted=wanted, plan=self.plan, seconds=0.0))
-
-    def _ready(self, captured: CapturedGraph, source: Source, planned: Planned) -> _Program:
-        """Make a captured graph ready to run.
-
-        Raises:
-            PlanError: it is not for this mesh.
-            CertificateError: ranks would not meet in the same collectives.
-        """
-        executable = Executable(source, captured.model_name)
-        mesh = self.rt.mesh
-        if executable.axes != tuple((a.name, a.size) for a in mesh.axes):
-            raise PlanError(f"the source is for mesh {executable.axes}, the ranks form {mesh}")
-        if mesh.size > 1:
-            sources = {line: place.source for line, place in source.lines.items() if place.source}
-            certified(source.text, mesh, lambda rank: _arguments(captured, executable, mesh, rank), sources)
-        values = captured.top.values()
-        outs = [o for o in captured.top.outputs if o.kind is OutputKind.OUTPUT]
-        tangents = {i.target: i for i in captured.top.inputs if i.kind is InputKind.TANGENT}
-        position = {o.target: p for p, o in enumerate(outs)}
-        dtypes = {
-            i.target: getattr(torch, i.value.meta.dtype) for i in captured.top.inputs if i.kind is InputKind.INPUT
-        }
-        copies: dict[str, Any] = {}
-        return _Program(
-            planned=planned,
-            captured=captured,
-            executable=executable,
-            inputs={name: (parse_layout(text, mesh), dtypes[name]) for name, text in executable.inputs.items()},
-            outputs=tuple(parse_layout(text, mesh) for text in executable.outputs.values()),
-            output_shapes=tuple(values[o.value].meta.shape for o in outs if o.value is not None),
-            tangents=tuple((position[t], parse_layout(executable.tangents[t], mesh)) for t in tangents),
-            constants=[self._piece(captured.constants[name], text) for name, text in executable.constants.items()],
-            regions={r.key: r.build(copies) for r in captured.regions},
-            sources=gradient_sources(captured.top),
-            source=source,
-            ticking=[],
-        )
-
-    def _piece(self, whole: Tensor, text: str) -> Tensor:
-        layout = parse_layout(text, self.rt.mesh)
-        return cut_here(whole.to(self.rt.device), layout, self.rt)
-
-    def program_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Program, dict[str, Any]]:
-        """(what runs this call, made now if there is a way to; the call's arguments by path).
-
-        Raises:
-            InputError: the call differs from the captured one and there is no way to plan again; says how it differs.
-        """
-        signature = self.captured.signature
-        given = read_call(signature, args, kwargs)
-        as_captured = signature.as_captured or (lambda dtype: dtype)
-        wanted = Wanted(
-            modes=modes_of(tuple(self.modules.values())),
-            leaves=leaves_of(given, as_captured),
-            unfrozen=unfrozen(self.weights.parameters, self._trains),
-            autocast=autocast_now(self.rt.device),
-        )
-        found = self.programs.get(wanted)
-        if found is None:
-            found = self._planned_again(wanted, args, kwargs)
-        self.programs.move_to_end(wanted)
-        return found, given
-
-    def _planned_again(self, wanted: Wanted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
-        if self._recompile is None:
-            self._refuse(wanted, args, kwargs)
-        start = time.perf_counter()
-        modes = {path: m.training for path, m in self.modules.items()}
-        with torch.inference_mode(False):
-            captured, plan, source = self._recompile(Request(wanted=wanted, modes=modes, args=args, kwargs=kwargs))
-            stored = {n: p.layout for n, p in plan.parameters.items()}
-            if stored != {n: p.layout for n, p in self.plan.parameters.items()}:
-                raise PlanError(f"the plan for {wanted} stores parameters otherwise than this module does")
-            planned = Planned(wanted=wanted, plan=plan, seconds=time.perf_counter() - start)
-            found = self._ready(captured, source, planned)
-        self.replans += 1
-        add_program(self.programs, wanted, found)
-        return found
-
-    def _refuse(self, wanted: Wanted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-        """InputError that says what differs from the captured call."""
-        known = next(reversed(self.programs))
-        if wanted.modes != known.modes:
-            raise InputError(
-                f"the module is in {wanted.mode} mode, its plan was captured in {known.mode} mode: call "
-                f".{'train' if known.modes[0] else 'eval'}(), or pass compile() the cluster, so that it can plan again"
-            )
-        self.captured.signature.flatten(args, kwargs)
-        raise InputError(
-            f"the module is called otherwise than it was captured: ({wanted}), captured ({known}): pass compile() "
-            "the cluster, so that it can plan again"
-        )
-
-    def buffers(self, executable: Executable) -> list[Tensor]:
-        """Local buffers for one call. Those that the call updates are copies: the backward may read the old values."""
-        found = []
-        for name, text in executable.buffers.items():
-            whole = self.weights.buffers[self.weights.first[name]]
-            layout = parse_layout(text, self.rt.mesh)
-            whole = whole.clone() if name in executable.updates else whole
-            found.append(cut_here(whole, layout, self.rt))
-        return found
-
-    def update(self, executable: Executable, values: Sequence[Tensor]) -> None:
-        """Write new values into the model's buffers."""
-        for name, value in zip(executable.updates, values, strict=True):
-            self.weights.buffers[self.weights.first[name]].copy_(value)
-
-
-def _arguments(captured: CapturedGraph, executable: Executable, mesh: Mesh, rank: int) -> Arguments:
-    """Shapes of one rank's pieces of all that the emitted functions are given."""
-    metas = {(i.kind, i.target): i.value.meta for i in captured.top.inputs}
-    rt = Recorder(mesh, rank, Notes())
-
-    def piece(meta: TensorMeta, text: str) -> tuple[str, tuple[int, ...]]:
-        whole = torch.empty(meta.shape, device="meta")
-        return meta.dtype, tuple(cut_here(whole, parse_layout(text, mesh), rt).shape)
-
-    def pieces(kind: InputKind, layouts: Mapping[str, str]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        return tuple(piece(metas[kind, name], text) for name, text in layouts.items())
-
-    return Arguments(
-        parameters=pieces(InputKind.PARAMETER, executable.parameters),
-        buffers=pieces(InputKind.BUFFER, executable.buffers),
-        constants=pieces(InputKind.CONSTANT, executable.constants),
-        inputs=pieces(InputKind.INPUT, executable.inputs),
-        tangents=pieces(InputKind.TANGENT, executable.tangents),
-        regions=tuple(
-            (key, tuple((m.dtype, m.shape) for m in made), tuple((m.dtype, m.shape) for m in gradients))
-            for key, made, gradients in region_metas(captured.top)
-        ),
-    )
 
 
 class _Run(torch.autograd.Function):
@@ -423,7 +143,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, state: _State, program: _Program, inputs: list[Tensor], records: bool, *tensors: Tensor
+        ctx: Any, state: FlatState, program: ReadyFlat, inputs: list[Tensor], records: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         executable = program.executable
         parameters = tensors[: len(executable.parameters)]
@@ -516,7 +236,7 @@ def _refuse_changed(
             )
 
 
-def _refuse_detached(program: _Program, gradients: Sequence[Tensor | None]) -> None:
+def _refuse_detached(program: ReadyFlat, gradients: Sequence[Tensor | None]) -> None:
     """InputError if the loss depends on an output that the program has no backward of."""
     signature = program.captured.signature
     for path, detached, gradient in zip(
@@ -529,7 +249,7 @@ def _refuse_detached(program: _Program, gradients: Sequence[Tensor | None]) -> N
             )
 
 
-def _tangent(gradient: Tensor | None, program: _Program, output: int, rt: Communicator) -> Tensor:
+def _tangent(gradient: Tensor | None, program: ReadyFlat, output: int, rt: Communicator) -> Tensor:
     """The gradient of an output, whole; zeros where the loss does not depend on it."""
     if gradient is not None:
         return gradient.contiguous()
@@ -551,15 +271,6 @@ def _like_given(gradient: Tensor | None, given: Tensor) -> Tensor | None:
 def _copy(saved: list[Any]) -> list[Any]:
     """Saved tensors in new lists: the backward empties those that it is given."""
     return [_copy(x) if isinstance(x, list) else x for x in saved]
-
-
-def cut_here(whole: Tensor, layout: Layout, rt: Communicator) -> Tensor:
-    """This rank's piece of a tensor that all ranks have."""
-    for step in rt.mesh.names:
-        place = layout.on(step)
-        if place.dim >= 0:
-            whole = rt.slice(whole, step, place.dim)
-    return whole.contiguous()
 
 
 def _place(given: Tensor, dtype: torch.dtype, layout: Layout, rt: Communicator) -> Tensor:

@@ -22,17 +22,15 @@ from autopar.errors import InputError, UserError
 from autopar.ir.account import StagesReport
 from autopar.ir.graph import CapturedGraph, OutputKind, TensorMeta
 from autopar.ir.layout import Layout, parse_layout
-from autopar.ir.plan import STAGE, Plan
+from autopar.ir.plan import STAGE
 from autopar.ir.timeline import Timeline
-from autopar.runtime.calls import (
-    Planned,
-    Request,
-)
+from autopar.runtime.calls import Request
 from autopar.runtime.comm import Communicator
 from autopar.runtime.compiled import CompiledModule
-from autopar.runtime.parameters import Weights, storage_layouts, unwrap, wrap
+from autopar.runtime.parameters import Weights, unwrap, wrap
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.pipeline_step import Result, Step
+from autopar.runtime.programs import declared
 from autopar.runtime.stage_times import NOTHING, StageClock, StageMeasuring
 from autopar.runtime.staged_state import Compiled, ReadyProgram, StagedState, held_here, pipeline_of
 
@@ -61,45 +59,14 @@ class StagedModule(CompiledModule):
     ) -> None:  # fmt: skip
         super().__init__()
         captured, plan, program, source = compiled
-        stored = storage_layouts({name: p.layout for name, p in plan.parameters.items()}, program.mesh)
         pipeline = pipeline_of(captured, plan, program, source, everyone)
-        rt = pipeline.rt
-        layouts = {n: stored[p.name] for p in captured.parameters for n in (p.name, *p.aliases) if p.name in stored}
-        dtypes = {n: p.meta.dtype for p in captured.parameters for n in (p.name, *p.aliases)}
-        dtypes |= {n: b.meta.dtype for b in captured.buffers for n in (b.name, *b.aliases)}
-        self._autopar = state = StagedState(
-            captured=captured, plan=plan, source=source, pipeline=pipeline, rt=rt, recompile=recompile,
-            predicts=predicts,
-            trains={p.name: p.requires_grad for p in captured.parameters}, seed=seed,
-        )  # fmt: skip
+        self._autopar = state = StagedState(captured, plan, source, pipeline, recompile, seed)
+        state.predicts = predicts
         first = _firsts(model)
         here = {first[name] for name in held_here(captured, plan, pipeline)}
-        state.weights = Weights(self, model, layouts, dtypes, rt, here)
-        self.training = model.training
-        if self.training != captured.training:
-            self.train(captured.training)
-        state.modules = dict(self.named_modules())
-        state.add_first()
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that this module was compiled with."""
-        return self._autopar.plan
-
-    @property
-    def plans(self) -> tuple[Planned, ...]:
-        """Every program at hand: for which calls, its plan, and the time that making it again took."""
-        return tuple(p.planned for p in self._autopar.programs.values())
-
-    @property
-    def replans(self) -> int:
-        """How often a call made this module capture again."""
-        return self._autopar.replans
-
-    @property
-    def source(self) -> str:
-        """The emitted Python of all parts."""
-        return self._autopar.source.text
+        state.weights = Weights(self, model, *declared(captured, plan, program.mesh), pipeline.rt, here)
+        self._begin(model)
+        state.add_first(lambda planned: state.made(captured, pipeline, planned))
 
     @property
     def stage(self) -> int:
@@ -145,10 +112,7 @@ class StagedModule(CompiledModule):
             raise UserError("report: what was predicted is known to modules of compile() only")
         everyone = state.pipeline.everyone
         found = state.measuring.report(state.plan, state.predicts(), everyone)
-        if everyone.rank == 0:
-            print(found)
-            if path is not None:
-                found.save(path)
+        self._tell(found, everyone.rank, path)
         return found
 
     def scale_steps_by(self, scaler: torch.amp.GradScaler | None) -> None:
@@ -172,13 +136,15 @@ class StagedModule(CompiledModule):
         state = self._autopar
         state.weights.require_loaded()
         state.require_whole()
-        program, given = state.program_for(args, kwargs)
+        program, called = state.program_for(args, kwargs)
+        loss = _loss(program.captured) if records else -1
+        given = _tensors(program.captured, called, state.rt.device)
         tensors = state.weights.parameters.values()
         # The loss has a backward on every stage, also where all that is here is frozen.
         trains = torch.zeros((), device=state.rt.device, requires_grad=any(state.trains.values()))
         try:
             with torch.set_grad_enabled(records):
-                return program, list(_Run.apply(state, program, given, records, trains, *tensors))  # type: ignore[no-untyped-call]
+                return program, list(_Run.apply(state, program, given, loss, trains, *tensors))  # type: ignore[no-untyped-call]
         except Exception as error:
             state.failed = f"{type(error).__name__}: {error}"
             raise
@@ -217,6 +183,14 @@ def _shared(pipeline: Pipeline, held: Tensor | None, meta: TensorMeta) -> Tensor
     return everyone.all_reduce(mine, STAGE)
 
 
+def _tensors(captured: CapturedGraph, given: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """A call's tensors by path, in the dtypes that were captured."""
+    dtypes = {i.target: getattr(torch, i.value.meta.dtype) for i in captured.top.inputs}
+    return {
+        path: x.detach().to(device, dtypes.get(path, x.dtype)) for path, x in given.items() if isinstance(x, Tensor)
+    }
+
+
 def _loss(captured: CapturedGraph) -> int:
     """Position of the output that the backward starts from."""
     metas = _metas(captured)
@@ -235,7 +209,7 @@ def _metas(captured: CapturedGraph) -> list[TensorMeta]:
 
 
 class _Run(torch.autograd.Function):
-    """The schedule as one step of autograd."""
+    """The schedule as one step of autograd. `loss`: position of the output that backwards begin from, or -1."""
 
     @staticmethod
     def forward(
@@ -243,27 +217,26 @@ class _Run(torch.autograd.Function):
         state: StagedState,
         program: ReadyProgram,
         given: dict[str, Tensor],
-        records: bool,
+        loss: int,
         trains: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         captured, first = program.captured, state.weights.first
         names = list(state.weights.parameters)
-        loss = _loss(captured) if records else -1
         local = {n: unwrap(t.detach()) for n, t in zip(names, tensors, strict=True)}
         call = _Call(
             program, given, {p.name: local[first[p.name]] for p in captured.parameters if first[p.name] in local},
             {b.name: state.weights.buffers[first[b.name]] for b in captured.buffers}, loss, (state.seed, state.step),
         )  # fmt: skip
         state.step += program.pipeline.program.draws
-        with _measured(state, program, records) as clock:
+        with _measured(state, program, loss) as clock:
             result = call.run(state.scale, clock)
         for name, value in result.updates.items():
             buffer = state.weights.buffers[first[name]]
             call.buffers[name] = buffer.clone()
             buffer.copy_(value)
         outputs = _outward(program, result, _metas(captured))
-        if records:
+        if loss >= 0:
             ctx.held = (state, names, call, state.scale, result.gradients)
             ctx.loss = loss
         ctx.set_materialize_grads(False)
@@ -292,9 +265,9 @@ class _Run(torch.autograd.Function):
         return (None, None, None, None, None, *wrapped)
 
 
-def _measured(state: StagedState, program: ReadyProgram, records: bool) -> AbstractContextManager[StageClock | None]:
+def _measured(state: StagedState, program: ReadyProgram, loss: int) -> AbstractContextManager[StageClock | None]:
     """The clock of a step that is measured: of a call as the plan is for."""
-    if state.measuring is None or not records or program.pipeline is not state.pipeline:
+    if state.measuring is None or loss < 0 or program.pipeline is not state.pipeline:
         return nullcontext()
     return state.measuring.step(state.rt.device)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +18,11 @@ from autopar.runtime.calls import (
     Planned,
     Request,
     Wanted,
-    add_program,
-    autocast_now,
-    captured_leaves,
-    leaves_of,
-    modes_of,
-    read_call,
-    unfrozen,
 )
 from autopar.runtime.comm import Communicator
-from autopar.runtime.parameters import Weights, storage_layouts
+from autopar.runtime.parameters import storage_layouts
 from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.programs import Programs
 from autopar.runtime.stage_times import StageMeasuring
 
 Compiled = tuple[CapturedGraph, Plan, StagedProgram, StagedSource]
@@ -47,29 +38,26 @@ class ReadyProgram:
     constants: Mapping[str, Tensor]
 
 
-@dataclass
-class StagedState:
-    """See `CompiledModule`. `captured`, `plan`, `source` and `pipeline` are what the module was compiled with, and
-    `programs` all that there are, the one called last at the end. `scale`: what backwards begin with."""
+class StagedState(Programs[ReadyProgram, Compiled]):
+    """What a StagedModule knows besides its parameters.
 
-    captured: CapturedGraph
-    plan: Plan
-    source: StagedSource
-    pipeline: Pipeline
-    rt: Communicator
-    recompile: Callable[[Request], Compiled] | None
-    predicts: Callable[[], Timeline] | None
-    trains: Mapping[str, bool]
-    weights: Weights = field(init=False)
-    programs: OrderedDict[Wanted, ReadyProgram] = field(default_factory=OrderedDict)
-    modules: Mapping[str, nn.Module] = field(default_factory=dict)
-    replans: int = 0
-    seed: int = 0
-    step: int = 0
-    measuring: StageMeasuring | None = None
-    scale: float = 1.0
-    scaler: torch.amp.GradScaler | None = None
-    failed: str = ""
+    Attributes:
+        pipeline: of the program that the module was compiled with.
+        scale: what backwards begin with. `scaler`: by which `step` scales its loss.
+        failed: what ended a step here before its end, "" if nothing has.
+    """
+
+    def __init__(
+        self, captured: CapturedGraph, plan: Plan, source: StagedSource, pipeline: Pipeline,
+        recompile: Callable[[Request], Compiled] | None, seed: int,
+    ) -> None:  # fmt: skip
+        super().__init__(captured, plan, source, pipeline.rt, recompile, seed)
+        self.pipeline = pipeline
+        self.predicts: Callable[[], Timeline] | None = None
+        self.measuring: StageMeasuring | None = None
+        self.scale = 1.0
+        self.scaler: torch.amp.GradScaler | None = None
+        self.failed = ""
 
     def require_whole(self) -> None:
         """RankError once a step has failed here: other ranks are left in the middle of it."""
@@ -80,54 +68,14 @@ class StagedState:
                 "other ranks still wait for it: no further step can be run; end the ranks and start again"
             )
 
-    def copied(self, root: nn.Module) -> StagedState:
-        """See `CompiledModule.__deepcopy__`."""
-        new = copy.copy(self)
-        new.weights = self.weights.of_copy(root)
-        new.modules = dict(root.named_modules())
-        new.programs = OrderedDict(self.programs)
+    def copied(self, root: nn.Module) -> Self:
+        """Measured is the module that was asked."""
+        new = super().copied(root)
+        new.measuring = None
         return new
 
-    def root(self, module: nn.Module) -> None:
-        """The module is this one now."""
-        self.weights.root = module
-        self.modules = dict(module.named_modules())
-
-    def add_first(self) -> None:
-        """The program that the module was compiled with."""
-        captured = self.captured
-        wanted = Wanted(
-            modes=modes_of(tuple(self.modules.values())), leaves=captured_leaves(captured),
-            autocast=autocast_now(self.rt.device),
-        )  # fmt: skip
-        self.programs[wanted] = self._ready(captured, self.pipeline, Planned(wanted=wanted, plan=self.plan, seconds=0))
-
-    def program_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ReadyProgram, dict[str, Tensor]]:
-        """(what runs this call, made now if there is a way to; the call's tensors by path).
-
-        Raises:
-            InputError: the call differs from the captured one and there is no way to run it; says how it differs.
-        """
-        signature = self.captured.signature
-        given = read_call(signature, args, kwargs)
-        as_captured = signature.as_captured or (lambda dtype: dtype)
-        wanted = Wanted(
-            modes=modes_of(tuple(self.modules.values())), leaves=leaves_of(given, as_captured),
-            unfrozen=unfrozen(self.weights.parameters, self.trains), autocast=autocast_now(self.rt.device),
-        )  # fmt: skip
-        found = self.programs.get(wanted)
-        if found is None:
-            found = self._made_again(wanted, args, kwargs)
-        self.programs.move_to_end(wanted)
-        dtypes = {i.target: getattr(torch, i.value.meta.dtype) for i in found.captured.top.inputs}
-        return found, {
-            path: x.detach().to(self.rt.device, dtypes.get(path, x.dtype))
-            for path, x in given.items()
-            if isinstance(x, Tensor)
-        }
-
-    def _made_again(self, wanted: Wanted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReadyProgram:
-        known = next(reversed(self.programs))
+    def refuse(self, wanted: Wanted, known: Wanted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `Programs`."""
         if self.recompile is None:
             self.captured.signature.flatten(args, kwargs)
             raise InputError(
@@ -139,26 +87,21 @@ class StagedState:
                 f"the module is called as ({wanted}), its plan with stages is for ({known}): with stages this version "
                 "gives no gradients of inputs, nor of parameters that were frozen when it was compiled"
             )
-        start = time.perf_counter()
-        modes = {path: m.training for path, m in self.modules.items()}
-        with torch.inference_mode(False):
-            captured, plan, program, source = self.recompile(
-                Request(wanted=wanted, modes=modes, args=args, kwargs=kwargs)
-            )
-            pipeline = pipeline_of(captured, plan, program, source, self.pipeline.everyone)
-            missing = held_here(captured, plan, pipeline) - held_here(self.captured, self.plan, self.pipeline)
-            if missing or any(p.layout != self.plan.parameters[n].layout for n, p in plan.parameters.items()):
-                raise PlanError(
-                    f"called so the model reads {min(missing, default='parameters')} on another stage than before, or "
-                    "stored otherwise: search for these inputs"
-                )
-            planned = Planned(wanted=wanted, plan=plan, seconds=time.perf_counter() - start)
-            found = self._ready(captured, pipeline, planned)
-        self.replans += 1
-        add_program(self.programs, wanted, found)
-        return found
 
-    def _ready(self, captured: CapturedGraph, pipeline: Pipeline, planned: Planned) -> ReadyProgram:
+    def ready(self, compiled: Compiled, wanted: Wanted, seconds: float) -> ReadyProgram:
+        """See `Programs`."""
+        captured, plan, program, source = compiled
+        pipeline = pipeline_of(captured, plan, program, source, self.pipeline.everyone)
+        missing = held_here(captured, plan, pipeline) - held_here(self.captured, self.plan, self.pipeline)
+        if missing or any(p.layout != self.plan.parameters[n].layout for n, p in plan.parameters.items()):
+            raise PlanError(
+                f"called so the model reads {min(missing, default='parameters')} on another stage than before, or "
+                "stored otherwise: search for these inputs"
+            )
+        return self.made(captured, pipeline, Planned(wanted=wanted, plan=plan, seconds=seconds))
+
+    def made(self, captured: CapturedGraph, pipeline: Pipeline, planned: Planned) -> ReadyProgram:
+        """A captured graph with what runs it."""
         constants = {name: value.to(self.rt.device) for name, value in captured.constants.items()}
         return ReadyProgram(planned, captured, pipeline, constants)
 
