@@ -2,64 +2,51 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from msgspec.structs import replace as replace_fields
-from torch import Tensor, nn
+from torch import nn
 
-from autopar import codegen, meshes, objectives, pipelines, questions, sharding, staging, tracer
-from autopar.candidates import Progress, Task, step_memory
+from autopar import codegen, meshes, objectives, pipelines, proofs, questions, sharding, staging, timelines, tracer
+from autopar.candidates import Progress, Task
 from autopar.cost_model.answer import inputs_of
 from autopar.cost_model.clusters import load_cluster
-from autopar.cost_model.live import ROUND, ROUND_CPU, save_memory
 from autopar.cost_model.local import fingerprint, local_cluster
-from autopar.cost_model.prices import MeshPrices
-from autopar.cost_model.replay import replay
 from autopar.cost_model.search_space import mesh_candidates
-from autopar.cost_model.simulate import simulate
-from autopar.cost_model.stage_work import stage_works
-from autopar.cost_model.tasks import Overlap
 from autopar.errors import ClusterError, InputError, PlanError, UserError, without_frames
 from autopar.ir import cluster as description
 from autopar.ir import plan as records
 from autopar.ir.graph import CapturedGraph
-from autopar.ir.layout import parse_layout, replicated
 from autopar.ir.mesh import Mesh
-from autopar.ir.options import HALF, Options
-from autopar.ir.plan import decode_plan, mesh_of
+from autopar.ir.options import Options
+from autopar.ir.plan import mesh_of
 from autopar.ir.profile import refuse_foreign
 from autopar.ir.program import Source
-from autopar.ir.schedules import build_schedule
-from autopar.ir.staged import StagedSource, schedule_of
+from autopar.ir.staged import StagedSource
 from autopar.ir.timeline import Timeline
-from autopar.ops.lowering import is_random
 from autopar.present.plan_diff import PlanDiff, diff_plans
 from autopar.present.plan_text import plan_text
 from autopar.present.report import write_report
 from autopar.questions import Explanation, WhyNot
-from autopar.runtime.agreement import agree, agree_among, from_first, parts_of
+from autopar.runtime.agreement import agree, agree_among, parts_of
 from autopar.runtime.calls import Request
 from autopar.runtime.comm import Alone, Communicator
 from autopar.runtime.compiled import CompiledModule
 from autopar.runtime.deferred import DeferredModule
 from autopar.runtime.groups import communicator, init_ranks, ranks_started
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.staged_state import Compiled as StagedCompiled
-from autopar.runtime.threads import run_threads
-from autopar.runtime.watch import Seen, Watcher, aligned, edited, missing, watched
-from autopar.verification import DRAWN_ALIKE, TOLERANCE, Trained, VerifyReport, compare, objective, reference, train
+from autopar.runtime.replan import Replanner, skeleton
+from autopar.runtime.watch import edited
+from autopar.verification import VerifyReport
 from autopar.verification.bisect import Bisection
-from autopar.verification.bisect import bisect as bisect_values
-from autopar.verification.narrowed import narrowed, stored, widened
 
 _log = logging.getLogger("autopar")
 
@@ -464,70 +451,40 @@ def compile_on(
         _check_model(captured, plan)
         made = staging.staged(captured, plan)
         rt = ranks(plan, made.source)
-        again = _Replanner(skeleton(model), rt, cluster, plan, options)
+        again = _replanner(skeleton(model), rt, cluster, plan, options)
         return made.module(
-            model, rt, recompile=again.staged, predicts=lambda: timeline_captured(captured, plan), seed=options.seed
-        )
+            model, rt, recompile=lambda request: staging.staged(*again.planned(request)).compiled,
+            predicts=lambda: timeline_captured(captured, plan), seed=options.seed,
+        )  # fmt: skip
     source = emit_captured(captured, plan)
     rt = ranks(plan, source)
     agree_among(rt, f"{options.seed}|{source.text}", f"compile({captured.model_name}): the program or the seed")
     code = model if captured.regions else skeleton(model)  # regions show their shapes by running
-    again = _Replanner(code, rt, cluster, plan, options)
-    return ParallelModule(captured, plan, source, model, rt, recompile=again, seed=options.seed, hardware=fingerprint())
+    again = _replanner(code, rt, cluster, plan, options)
+
+    def recompile(request: Request) -> tuple[CapturedGraph, records.Plan, Source]:
+        found = again.planned(request)
+        return *found, emit_captured(*found)
+
+    return ParallelModule(
+        captured, plan, source, model, rt, recompile=recompile, seed=options.seed, hardware=fingerprint()
+    )
+
+
+def _replanner(
+    model: nn.Module, rt: Communicator, cluster: description.ClusterSpec | None, plan: records.Plan, options: Options
+) -> Replanner:  # fmt: skip
+    """Calls that no program fits are captured and planned for as this plan was."""
+    rules = sharding.RuleCache()
+
+    def again(captured: CapturedGraph) -> records.Plan:
+        return plan_again(plan, captured, cluster or _described(plan), options, rules=rules)
+
+    return Replanner(model, rt, plan, lambda m, args, kwargs: _captured_call(m, args, kwargs, options), again)
 
 
 _CAPTURING = threading.RLock()
 """Capture changes names of torch for a while: one thread at a time."""
-
-
-class _Replanner:
-    """Captures and plans again for a call that no program fits: same mesh, parameters stored alike.
-
-    Every rank captures; rank 0 plans, and all follow its plan.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        rt: Communicator,
-        cluster: description.ClusterSpec | None,
-        plan: records.Plan,
-        options: Options,
-    ) -> None:
-        self.model = model
-        self.rt = rt
-        self.cluster = cluster
-        self.plan = plan
-        self.options = options
-        self.trains = {name: p.requires_grad for name, p in model.named_parameters()}
-        self.rules = sharding.RuleCache()
-
-    def __call__(self, request: Request) -> tuple[CapturedGraph, records.Plan, Source]:
-        captured, plan = self._planned(request)
-        return captured, plan, emit_captured(captured, plan)
-
-    def staged(self, request: Request) -> StagedCompiled:
-        """The same with stages."""
-        return staging.staged(*self._planned(request)).compiled
-
-    def _planned(self, request: Request) -> tuple[CapturedGraph, records.Plan]:
-        what = f"{self.plan.model.name} is called in a new way"
-        agree_among(self.rt, str(request.wanted), what)
-        captured = self._capture(request)
-        agree_among(self.rt, captured.hash, what)
-        data = from_first(self.rt, lambda: self._plan(captured).to_json())
-        return captured, decode_plan(data, f"for {captured.model_name}", records.Plan)
-
-    def _capture(self, request: Request) -> CapturedGraph:
-        for path, module in self.model.named_modules():
-            module.training = request.modes.get(path, module.training)
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(self.trains[name] or name in request.wanted.unfrozen)
-        return _captured_call(self.model, request.args, request.kwargs, self.options)
-
-    def _plan(self, captured: CapturedGraph) -> records.Plan:
-        self.cluster = self.cluster or _described(self.plan)
-        return plan_again(self.plan, captured, self.cluster, self.options, rules=self.rules)
 
 
 def _described(plan: records.Plan) -> description.ClusterSpec:
@@ -548,20 +505,6 @@ def _is_called_otherwise(plan: records.Plan, captured: CapturedGraph) -> bool:
     same = {p.name for p in captured.parameters} == set(plan.parameters)
     same &= sum(p.meta.numel for p in captured.parameters) == plan.model.parameters
     return same and plan.request.inputs != inputs_of(captured)
-
-
-def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of the model's code without its weights, so that these can go; the model itself if it can't be copied."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter, device="meta", requires_grad=False)
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception:  # whatever a user's class does in its own copying
-        return model
 
 
 def emit_captured(captured: CapturedGraph, plan: records.Plan) -> Source:
@@ -597,32 +540,7 @@ def timeline(plan: records.Plan, model: nn.Module, example_inputs: Mapping[str, 
 def timeline_captured(captured: CapturedGraph, plan: records.Plan) -> Timeline:
     """`timeline` of a model at hand as captured."""
     _check_model(captured, plan)
-    if plan.cluster.spec is None:
-        raise PlanError(f"the plan's file says of its cluster only the name, {plan.cluster.name}: search again")
-    if records.is_staged(plan):
-        return _staged_timeline(captured, plan, plan.cluster.spec)
-    mesh = mesh_of(plan)
-    program = codegen.lower(captured, plan, mesh)
-    state = records.options_of(plan).optimizer_bytes_per_parameter
-    work = replay(captured, program, plan, MeshPrices(plan.cluster.spec, mesh), state)
-    schedule = build_schedule("none", micro_batches=plan.schedule.micro_batches)
-    profile = plan.cluster.spec.profile
-    found = simulate(schedule, [[work]], overlap=Overlap(**profile.overlap) if profile is not None else None)
-    rounding = ROUND if plan.cluster.spec.backend == "nccl" else ROUND_CPU
-    memory = step_memory(captured, program, plan), save_memory(captured, program, state, rounding=rounding)
-    return replace(found, memory=memory)
-
-
-def _staged_timeline(captured: CapturedGraph, plan: records.Plan, cluster: description.ClusterSpec) -> Timeline:
-    """Stages wait for what they send, as in the plan's price; the optimizer waits for all gradients."""
-    program = staging.staged(captured, plan).program
-    state = records.options_of(plan).optimizer_bytes_per_parameter
-    works = stage_works(captured, program, plan, cluster, state)
-    overlap = Overlap(**cluster.profile.overlap) if cluster.profile is not None else None
-    found = simulate(
-        schedule_of(program), works, overlap=overlap, overlap_sends=False, overlap_sync=False, joint_end=True
-    )
-    return replace(found, memory=())
+    return timelines.predicted(captured, plan)
 
 
 @without_frames
@@ -674,9 +592,7 @@ def verify(
         if bisect or code is not None:
             raise UserError("a plan with stages or micro-batches: verify compares it whole, without bisect or code")
         _check_model(captured, plan)
-        made = staging.staged(captured, plan)
-        found = staging.train_staged(made, model, lambda m: _called(m, example_inputs), steps, timeout_s=600.0)
-        return _report(_expected(captured, plan, model, example_inputs, steps), found, plan)
+        return _proof(captured, plan, model, example_inputs).of_stages(staging.staged(captured, plan), steps)
     source = emit_captured(captured, plan)
     if code is not None:
         source = edited(source, code)
@@ -691,81 +607,12 @@ def verify_source(
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
     *,
     steps: int = 3,
-    timeout_s: float = 600.0,
+    timeout_s: float = proofs.TIMEOUT_S,
     bisect: bool = False,
 ) -> VerifyReport:
     """As `verify`, for emitted source: every rank's results are compared, so replicas that differ are seen."""
-
-    def rank(rt: Communicator) -> Trained:
-        module = ParallelModule(captured, plan, source, model, rt)
-        layouts = {name: parse_layout(p.layout, rt.mesh) for name, p in plan.parameters.items()}
-        shapes = {p.name: p.meta.shape for p in captured.parameters}
-        whole = replicated(rt.mesh)
-        return train(
-            module, lambda m: _called(m, example_inputs),
-            lambda name, piece: rt.convert(piece, layouts[name], whole, shapes[name]), steps, module.full_state_dict,
-            plan.precision,
-        )  # fmt: skip
-
-    found = run_threads(mesh_of(plan), rank, timeout_s=timeout_s)
-    expected = _expected(captured, plan, model, example_inputs, steps)
-    report = _report(expected, found, plan)
-    if not bisect:
-        return report
-    bisection = bisect_source(captured, plan, source, model, example_inputs, timeout_s=timeout_s)
-    if bisection.first is None and report.first_difference is not None:
-        elsewhere = (
-            f"{report.first_difference.name} differs all the same: look at what goes into and out of the program"
-        )
-        if not expected.drawing and _captured_differs(captured, model, example_inputs, expected.trained):
-            elsewhere = "the captured graph does not compute what the model computes: that is a bug in the capture"
-        bisection = replace(bisection, elsewhere=elsewhere)
-    return replace(report, bisection=bisection)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Expected:
-    """What one device's steps leave.
-
-    Attributes:
-        drawing: the model draws random numbers, so one device ran its captured graph.
-        exact: of a plan in half precision, what the same steps leave in the precision of what is stored.
-    """
-
-    trained: Trained
-    drawing: bool = False
-    exact: Trained | None = None
-
-
-def _expected(
-    captured: CapturedGraph, plan: records.Plan, model: nn.Module,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...], steps: int,
-) -> _Expected:  # fmt: skip
-    def call(module: Callable[..., Any]) -> Any:
-        return _called(module, example_inputs)
-
-    if any(is_random(n.op) for g in captured.graphs for n in g.nodes):
-        one = _on_one_device(captured, plan, model)
-        return _Expected(trained=reference(one, call, steps, plan.precision), drawing=True)
-    model = stored(model) if plan.precision in HALF else model
-    if plan.precision not in HALF:
-        return _Expected(trained=reference(model, call, steps))
-    half = reference(model, lambda m: call(narrowed(m, plan.precision)), steps, plan.precision)
-    return _Expected(trained=half, exact=reference(model, lambda m: call(widened(m)), steps))
-
-
-def _report(expected: _Expected, found: list[Trained], plan: records.Plan) -> VerifyReport:
-    layouts = {name: p.layout for name, p in plan.parameters.items()}
-    report = compare(expected.trained, found, layouts, plan.precision, expected.exact)
-    return replace(report, note=DRAWN_ALIKE if expected.drawing else "")
-
-
-def _on_one_device(captured: CapturedGraph, plan: records.Plan, model: nn.Module) -> ParallelModule:
-    """The captured graph as a module of one device: it draws the random numbers that every plan draws."""
-    any_device = load_cluster("rtx4090:1")  # which one is priced doesn't matter: there is nothing to decide
-    alone = plan_captured(captured, any_device, options=Options(precision=plan.precision, memory_limit=2**62))
-    rt = Alone(mesh_of(alone), torch.device("cpu"))
-    return ParallelModule(captured, alone, emit_captured(captured, alone), model, rt)
+    proof = _proof(captured, plan, model, example_inputs, timeout_s)
+    return proof.of_source(source, steps, bisect=bisect)
 
 
 def bisect_source(
@@ -775,67 +622,26 @@ def bisect_source(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
     *,
-    timeout_s: float = 600.0,
+    timeout_s: float = proofs.TIMEOUT_S,
 ) -> Bisection:
     """The first op of one forward and backward, on any rank, whose result is not one device's.
 
     `source` may be edited: its lines are told apart by what is emitted for the plan. Every value is kept on both sides.
     """
-    program = codegen.lower(captured, plan, mesh_of(plan))
-    original = codegen.emit(program)
-    made = aligned(original, source.text)
-    talking = watched(source, made)
-
-    def rank(rt: Communicator) -> Sequence[Seen]:
-        watcher = Watcher()
-        module = ParallelModule(captured, plan, talking, model, rt)
-        watcher.attach(rt)
-        objective(_called(module, example_inputs)).backward()  # type: ignore[no-untyped-call]
-        return watcher.seen
-
-    seen = run_threads(mesh_of(plan), rank, timeout_s=timeout_s)
-    found = bisect_values(
-        captured, program, source, made, seen, lambda watch: _interpreted(captured, model, example_inputs, watch),
-        TOLERANCE, is_random,
-    )  # fmt: skip
-    return replace(found, missing=missing(original, source.text))
+    return _proof(captured, plan, model, example_inputs, timeout_s).bisect(source)
 
 
-def _interpreted(
-    captured: CapturedGraph, model: nn.Module, example_inputs: Mapping[str, Any] | tuple[Any, ...], watch: tracer.Watch
-) -> tracer.Result:
-    """The captured graph on one device, with the gradients of `objective`."""
+def _proof(
+    captured: CapturedGraph, plan: records.Plan, model: nn.Module, example_inputs: Inputs,
+    timeout_s: float = proofs.TIMEOUT_S,
+) -> proofs.Proof:  # fmt: skip
+    """The plan's modules beside one device."""
+
+    def on_one_device() -> ParallelModule:
+        any_device = load_cluster("rtx4090:1")  # which one is priced doesn't matter: there is nothing to decide
+        alone = plan_captured(captured, any_device, options=Options(precision=plan.precision, memory_limit=2**62))
+        rt = Alone(mesh_of(alone), torch.device("cpu"))
+        return ParallelModule(captured, alone, emit_captured(captured, alone), model, rt)
+
     args, kwargs = _call(example_inputs)
-    named = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    dtypes = {p.name: p.meta.dtype for p in captured.parameters} | {b.name: b.meta.dtype for b in captured.buffers}
-    held = {name: named[name].detach().clone().to(getattr(torch, dtype)) for name, dtype in dtypes.items()}
-    signature = captured.signature
-
-    def tangents(outputs: list[Tensor]) -> list[Tensor]:
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(d) for x, d in zip(outputs, signature.differentiable, strict=True)]
-            wanted = [x for x in leaves if x.requires_grad]
-            found = torch.autograd.grad(objective(signature.rebuild(leaves)), wanted, allow_unused=True)
-        return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
-
-    return tracer.interpret(captured, held, held, signature.flatten(args, kwargs), tangents, watch)
-
-
-def _captured_differs(
-    captured: CapturedGraph,
-    model: nn.Module,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...],
-    expected: Trained,
-) -> bool:
-    """True if the captured graph's gradients, on one device, are not the model's own."""
-    found = _interpreted(captured, model, example_inputs, lambda call, name, node, value: value).gradients
-    mine = replace(expected, gradients={name: found.get(name) for name in expected.gradients})
-    return not compare(expected, [mine], {}).ok
-
-
-def _called(module: Callable[..., Any], inputs: Mapping[str, Any] | tuple[Any, ...]) -> Any:
-    args, kwargs = _call(inputs)
-    return module(*args, **kwargs)
+    return proofs.Proof(captured, plan, model, args, kwargs, on_one_device, timeout_s)

@@ -1,27 +1,23 @@
-"""From a plan with pipeline stages or micro-batches to modules that run it, and to what `verify` compares."""
+"""From a plan with pipeline stages or micro-batches to modules that run it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from autopar import sharding
 from autopar.codegen.stages import emit_stages, lower_stages
 from autopar.errors import PlanError
 from autopar.ir.graph import CapturedGraph
-from autopar.ir.layout import parse_layout, replicated
-from autopar.ir.plan import Plan, all_ranks
+from autopar.ir.plan import Plan
 from autopar.ir.staged import StagedProgram, StagedSource
 from autopar.ir.timeline import Timeline
 from autopar.runtime.calls import Request
 from autopar.runtime.comm import Communicator
 from autopar.runtime.staged import StagedModule
 from autopar.runtime.staged_state import Compiled
-from autopar.runtime.threads import run_threads
-from autopar.verification import Trained, train
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,46 +64,3 @@ def carried_on(plan: Plan, captured: CapturedGraph, rules: sharding.RuleCache) -
             return found
     assert refused is not None
     raise refused
-
-
-def train_staged(
-    made: Staged, model: nn.Module, call: Callable[[nn.Module], Any], steps: int, timeout_s: float
-) -> list[Trained]:
-    """What `steps` steps leave on every rank; what its stage doesn't hold is that of another rank."""
-    shapes = {p.name: p.meta.shape for p in made.captured.parameters}
-
-    def rank(everyone: Communicator) -> Trained:
-        module = made.module(model, everyone)
-        rt = module.communicator
-        layouts = {name: parse_layout(p.layout, rt.mesh) for name, p in made.plan.parameters.items()}
-
-        def whole(name: str, piece: Tensor) -> Tensor:
-            return rt.convert(piece, layouts[name], replicated(rt.mesh), shapes[name])
-
-        return train(module, call, whole, steps, module.full_state_dict, made.plan.precision)
-
-    return _completed(run_threads(all_ranks(made.plan), rank, timeout_s=timeout_s))
-
-
-def _completed(found: Sequence[Trained]) -> list[Trained]:
-    """Each rank's results with those of others for what it doesn't hold."""
-    gradients: dict[str, Tensor | None] = {}
-    moments: dict[str, Tensor] = {}
-    every: list[dict[str, Tensor | None]] = [{} for _ in found[0].every]
-    for mine in found:
-        gradients = {**mine.gradients, **gradients}
-        moments = {**mine.optimizer, **moments}
-        every = [_with(own, known) for own, known in zip(mine.every, every, strict=True)]
-    return [
-        replace(
-            mine,
-            gradients=_with(gradients, mine.gradients),
-            optimizer=_with(moments, mine.optimizer),
-            every=tuple(map(_with, every, mine.every)),
-        )
-        for mine in found
-    ]
-
-
-def _with(everyone: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
-    return {**everyone, **mine}

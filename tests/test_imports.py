@@ -32,7 +32,9 @@ ALLOWED: dict[str, set[str]] = {
     "pipelines": {"ir", "sharding", "cost_model", "solver", "candidates"},
     "objectives": {"ir", "cost_model", "candidates"},
     "questions": {"ir", "sharding", "cost_model", "solver", "candidates", "present"},
-    "staging": {"ir", "sharding", "codegen", "runtime", "verification"},
+    "staging": {"ir", "sharding", "codegen", "runtime"},
+    "timelines": {"ir", "cost_model", "codegen", "candidates", "staging"},
+    "proofs": {"ir", "ops", "tracer", "codegen", "runtime", "verification", "staging"},
     "catalogue": {"ir"},
     "present": {"ir"},
     # Listing presets and measuring ranks goes straight to where it is: through `api` it would import torch first.
