@@ -404,6 +404,16 @@ def test_stages_are_explained_by_searching_again():
     assert plan.explain(key).chosen
 
 
+def test_of_pins_those_bind_that_name_the_parameter():
+    pins = {"pp": 2, "dp": 2, "transformer.h.*.attn.c_attn.weight": "dp:S(1)"}
+    asked = Options(precision="bf16", pins=pins, micro_batches=6, gap=0.0)
+    plan = api.plan_captured(captured(), cluster(4), options=asked)
+    assert plan.explain("transformer.h.0.attn.c_attn.weight").binding.kind == "pin"
+    other = plan.explain("transformer.h.0.mlp.c_fc.weight")
+    assert other.binding.kind == "none"
+    assert "transformer.h.*.attn.c_attn.weight" in other.pins
+
+
 def test_memory_binds_a_layout_of_stages():
     """With little memory parameters are stored cut; the answer names the limit and what it costs."""
     free = Options(precision="bf16", pins={"pp": 2, "dp": 2}, micro_batches=6, gap=0.0)

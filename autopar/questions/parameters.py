@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from autopar import sharding
 from autopar.candidates import Candidate, Task, plan_of, price_mesh, rank
 from autopar.errors import UserError
@@ -31,35 +34,64 @@ def by_module(matched: list[ParameterInfo], task: Task, name: str) -> dict[str, 
     return {name: matched} if len(kept) == 1 else {path: found[path] for path in kept}
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What parameters one answer is about: the largest of a module stands for it, a pin on that is one on all.
+
+    `slot`: of the choice how it is stored, None where no op reads it; `alike`: what is stored by the same choice.
+    """
+
+    name: str
+    key: str
+    largest: ParameterInfo
+    slot: int | None
+    alike: tuple[str, ...]
+
+    @classmethod
+    def of(cls, name: str, key: str, members: list[ParameterInfo], task: Task) -> Asked:
+        """`name`: as asked. `key`: what to pin."""
+        largest = max(members, key=lambda p: p.meta.numel)
+        slot = task.wiring.storage_of.get(largest.name)
+        return cls(
+            name, key, largest, slot, task.wiring.slots[slot].parameters if slot is not None else (largest.name,)
+        )
+
+    def answer(
+        self, plan: Plan, found: Other, binding: Binding, notes: Iterable[str], *, against: Plan, against_us: float
+    ) -> Explanation:  # fmt: skip
+        """Of what a plan chose. Differences are to the plan `against`, whose objective is `against_us`."""
+        best, mine = found.plan, plan.parameters[self.largest.name]
+        is_module = self.key not in (self.largest.name, *self.largest.aliases)
+        return Explanation(
+            name=self.name,
+            subject=f"{self.key}: {self.largest.name.removeprefix(self.key + '.')}" if is_module else self.key,
+            kind="module" if is_module else "parameter",
+            covers=_covers(self.alike),
+            chosen=mine.layout,
+            chosen_words=mine.role,
+            next_best=found.text,
+            next_best_words=best.parameters[self.largest.name].role if best else "",
+            difference_us=best.solver.objective_us - against_us if best else None,
+            difference_bytes=peak(best) - peak(against) if best else None,
+            binding=binding,
+            pins=found.pins,
+            objective_us=against_us,
+            diff=diff_plans(against, best, ("as planned", "next best")) if best else None,
+            notes=tuple(notes),
+        )
+
+
 def explain_parameters(here: OnMesh, name: str, key: str, members: list[ParameterInfo]) -> Explanation:
-    """The largest parameter stands for its module; a pin on the module is a pin on all that it fits."""
-    largest = max(members, key=lambda p: p.meta.numel)
-    slot = here.task.wiring.storage_of.get(largest.name)
-    mine = here.plan.parameters[largest.name]
-    alike = here.task.wiring.slots[slot].parameters if slot is not None else (largest.name,)
-    found = _next_layout(here, key, largest, alike) if slot is not None else Other()
-    best, pins = found.plan, found.pins
-    is_module = key not in (largest.name, *largest.aliases)
-    return Explanation(
-        name=name,
-        subject=f"{key}: {largest.name.removeprefix(key + '.')}" if is_module else key,
-        kind="module" if is_module else "parameter",
-        covers=covers(alike),
-        chosen=mine.layout,
-        chosen_words=mine.role,
-        next_best=found.text,
-        next_best_words=best.parameters[largest.name].role if best else "",
-        difference_us=best.solver.objective_us - here.optimum.objective_us if best else None,
-        difference_bytes=peak(best) - peak(here.best) if best else None,
-        binding=_binding_of_parameter(here, largest, alike, slot, mine.layout, found),
-        pins=pins,
-        objective_us=here.optimum.objective_us,
-        diff=diff_plans(here.best, best, ("as planned", "next best")) if best else None,
-        notes=tuple(standing(here, found)),
+    """Of the plan's mesh, solved to the end."""
+    asked = Asked.of(name, key, members, here.task)
+    found = _next_layout(here, key, asked.largest, asked.alike) if asked.slot is not None else Other()
+    binding = _binding_of_parameter(here, asked, found)
+    return asked.answer(
+        here.plan, found, binding, standing(here, found), against=here.best, against_us=here.optimum.objective_us
     )
 
 
-def covers(alike: tuple[str, ...]) -> str:
+def _covers(alike: tuple[str, ...]) -> str:
     """What else an answer about one of these parameters holds for."""
     if len(alike) == 1:
         return ""
@@ -120,12 +152,15 @@ def other_layouts(plan: Plan, task: Task, mesh: Mesh, parameter: ParameterInfo) 
 def forcing(task: Task, mesh: Mesh, key: str, alike: tuple[str, ...], layout: str) -> dict[str, str | int]:
     """The task's pins, this mesh, and this layout. Where a pin names some of the instances, all are pinned anew."""
     own = {k: v for k, v in task.options.pins.items() if k != key and is_choice(k)}
-    touched = any(
-        p.name in alike for k in own if sharding.is_layout_pin(k) for p in sharding.matching(task.captured, k)
-    )
+    touched = any(names_some(task, k, alike) for k in own)
     own = {k: v for k, v in own.items() if not _within(task, k, alike)}
     wanted = dict.fromkeys((key, *(alike if touched else ())), layout)
     return {**own, **{a.name: a.size for a in mesh.axes}, **wanted}
+
+
+def names_some(task: Task, pin: str, alike: tuple[str, ...]) -> bool:
+    """True for a layout pin of some of these parameters."""
+    return sharding.is_layout_pin(pin) and any(p.name in alike for p in sharding.matching(task.captured, pin))
 
 
 def _within(task: Task, pin: str, alike: tuple[str, ...]) -> bool:
@@ -134,33 +169,37 @@ def _within(task: Task, pin: str, alike: tuple[str, ...]) -> bool:
     return bool(named) and all(p.name in alike for p in named)
 
 
-def _binding_of_parameter(
-    here: OnMesh, parameter: ParameterInfo, alike: tuple[str, ...], slot: int | None, chosen: str, found: Other
-) -> Binding:
-    if slot is None:
-        return Binding(kind="none", message="nothing: no op reads it, so it stays whole")
-    pins = {k: v for k, v in here.task.options.pins.items() if _touches(here, k, parameter, alike)}
+UNREAD = Binding(kind="none", message="nothing: no op reads it, so it stays whole")
+
+
+def _binding_of_parameter(here: OnMesh, asked: Asked, found: Other) -> Binding:
+    if asked.slot is None:
+        return UNREAD
+    slot, chosen = asked.slot, here.plan.parameters[asked.largest.name].layout
+    pins = {k: v for k, v in here.task.options.pins.items() if _touches(here, k, asked.largest, asked.alike)}
     if pins:
         return lifting(here, pins)
     texts = [str(layout) for layout in here.base.priced.options[slot]]
     limits = memory_or_objective(here, slot, texts, chosen)
     if limits is not None:
         return limits
+    return unforced(found, "on this mesh")
+
+
+def unforced(found: Other, where: str) -> Binding:
+    """What binds a layout that no pin forces and that would be chosen with more memory too."""
     if found.short_bytes > 0:
-        return Binding(
-            kind="memory",
-            message="the memory limit: no other layout fits, the least demanding lacks "
-            f"{bytes_words(found.short_bytes)} per device",
-        )
+        lacking = f"no other layout fits, the least demanding lacks {bytes_words(found.short_bytes)} per device"
+        return Binding(kind="memory", message=f"the memory limit: {lacking}")
     if not found.text:
         return Binding(kind="none", message="nothing: this mesh leaves it no other layout")
-    return Binding(kind="none", message="nothing: it is the fastest of what a search considers on this mesh")
+    return Binding(kind="none", message=f"nothing: it is the fastest of what a search considers {where}")
 
 
 def _touches(here: OnMesh, pin: str, parameter: ParameterInfo, alike: tuple[str, ...]) -> bool:
     """True if the pin narrows or widens how the parameter may be stored."""
     if sharding.is_layout_pin(pin):
-        return any(p.name in alike for p in sharding.matching(here.task.captured, pin))
+        return names_some(here.task, pin, alike)
     if pin != "zero":
         return False
     free = here.task.pinned({k: v for k, v in here.task.options.pins.items() if k != "zero"})

@@ -15,12 +15,11 @@ from autopar.ir.graph import Graph, Node, ParameterInfo
 from autopar.ir.mesh import Mesh
 from autopar.ir.options import Options
 from autopar.ir.plan import STAGE, Plan
-from autopar.present.plan_diff import diff_plans
 from autopar.present.words import bytes_words, time_words
 from autopar.questions.answers import Binding, Explanation
-from autopar.questions.on_mesh import Other, Progress, is_choice, peak
+from autopar.questions.on_mesh import Other, Progress, is_choice
 from autopar.questions.ops import instances, subject, words
-from autopar.questions.parameters import covers, forcing, other_layouts
+from autopar.questions.parameters import UNREAD, Asked, forcing, names_some, other_layouts, unforced
 
 Search = Callable[[Options], Plan]
 """The whole search under other options. InfeasibleError: nothing fits; UserError: a pin can't hold."""
@@ -58,31 +57,14 @@ class OnStages:
 
 
 def explain_parameters(here: OnStages, name: str, key: str, members: list[ParameterInfo]) -> Explanation:
-    """The largest parameter stands for its module, as in plans of one stage."""
-    largest = max(members, key=lambda p: p.meta.numel)
-    slot = here.task.wiring.storage_of.get(largest.name)
-    mine = here.plan.parameters[largest.name]
-    alike = here.task.wiring.slots[slot].parameters if slot is not None else (largest.name,)
-    found = _next_layout(here, key, largest, alike) if slot is not None else Other()
-    best = found.plan
-    is_module = key not in (largest.name, *largest.aliases)
-    return Explanation(
-        name=name,
-        subject=f"{key}: {largest.name.removeprefix(key + '.')}" if is_module else key,
-        kind="module" if is_module else "parameter",
-        covers=covers(alike),
-        chosen=mine.layout,
-        chosen_words=mine.role,
-        next_best=found.text,
-        next_best_words=best.parameters[largest.name].role if best else "",
-        difference_us=best.solver.objective_us - here.plan.solver.objective_us if best else None,
-        difference_bytes=peak(best) - peak(here.plan) if best else None,
-        binding=_binding(here, largest.name, key, found, read=slot is not None),
-        pins=found.pins,
-        objective_us=here.plan.solver.objective_us,
-        diff=diff_plans(here.plan, best, ("as planned", "next best")) if best else None,
-        notes=tuple(_standing(here, found)),
-    )
+    """Beside the plan itself."""
+    asked = Asked.of(name, key, members, here.task)
+    found = _next_layout(here, key, asked.largest, asked.alike) if asked.slot is not None else Other()
+    binding = _binding(here, asked, found)
+    return asked.answer(
+        here.plan, found, binding, _standing(here, found), against=here.plan,
+        against_us=here.plan.solver.objective_us,
+    )  # fmt: skip
 
 
 def _next_layout(here: OnStages, key: str, parameter: ParameterInfo, alike: tuple[str, ...]) -> Other:
@@ -103,13 +85,15 @@ def _next_layout(here: OnStages, key: str, parameter: ParameterInfo, alike: tupl
     return min(found, key=lambda other: other.plan.solver.objective_us if other.plan else 0.0)
 
 
-def _binding(here: OnStages, name: str, key: str, found: Other, *, read: bool) -> Binding:
-    if not read:
-        return Binding(kind="none", message="nothing: no op reads it, so it stays whole")
-    if here.choices:
-        return _lifting(here, name)
-    here.progress(f"{key} without a limit of memory", 0.0)
-    free = here.again({}, memory_limit=UNLIMITED)
+def _binding(here: OnStages, asked: Asked, found: Other) -> Binding:
+    if asked.slot is None:
+        return UNREAD
+    name = asked.largest.name
+    pins = {k: v for k, v in here.choices.items() if k == "zero" or names_some(here.task, k, asked.alike)}
+    if pins:
+        return _lifting(here, name, pins)
+    here.progress(f"{asked.key} without a limit of memory", 0.0)
+    free = here.again(here.choices, memory_limit=UNLIMITED)
     otherwise = free.parameters[name].layout
     price = here.plan.solver.objective_us - free.solver.objective_us
     if otherwise != here.plan.parameters[name].layout and price > 0:
@@ -118,18 +102,13 @@ def _binding(here: OnStages, name: str, key: str, found: Other, *, read: bool) -
             f"{otherwise}, and a step would take {time_words(price)} less"
         )
         return Binding(kind="memory", message=message, price_us=price)
-    if found.short_bytes > 0:
-        lacking = f"no other layout fits, the least demanding lacks {bytes_words(found.short_bytes)} per device"
-        return Binding(kind="memory", message=f"the memory limit: {lacking}")
-    if not found.text:
-        return Binding(kind="none", message="nothing: this mesh leaves it no other layout")
-    return Binding(kind="none", message="nothing: it is the fastest of what a search considers on these stages")
+    return unforced(found, "on these stages")
 
 
-def _lifting(here: OnStages, name: str) -> Binding:
-    """What the plan's own pins of layouts cost together."""
-    said = ", ".join(f"{k}={v}" for k, v in here.choices.items())
-    free = here.again({})
+def _lifting(here: OnStages, name: str, pins: Mapping[str, str | int]) -> Binding:
+    """What these of the plan's own pins cost together."""
+    said = ", ".join(f"{k}={v}" for k, v in pins.items())
+    free = here.again({k: v for k, v in here.choices.items() if k not in pins})
     saved = here.plan.solver.objective_us - free.solver.objective_us
     if saved <= 0 or free.parameters[name].layout == here.plan.parameters[name].layout:
         return Binding(kind="pin", message=f"pin {said}: without it nothing faster was found on these stages")
