@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.cuts import Piece, chunk, piece
-from autopar.ir.layout import Layout, unit_of
+from autopar.ir.layout import Kind, Layout, unit_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import Collective, plan_reshard
 from autopar.runtime.torch_private import keeps_graph
@@ -204,6 +204,14 @@ class Communicator(ABC):
         """As `slice`, but a view: of what is there as long as the piece is."""
         mine = self.piece(x.shape[dim], axis, unit)
         return x.narrow(dim, mine.start, mine.length)
+
+    def cut(self, whole: Tensor, layout: Layout, *, own: bool = True) -> Tensor:
+        """This rank's piece of a tensor that all ranks have. Not `own`: a view where that is contiguous."""
+        for axis in layout.axes:
+            at = layout.on(axis)
+            if at.kind is Kind.SHARD:
+                whole = (self.slice if own else self.narrow)(whole, axis, at.dim)
+        return whole.contiguous()
 
     def convert(
         self, x: Tensor, before: Layout, after: Layout, shape: tuple[int, ...], units: tuple[int, ...] = ()

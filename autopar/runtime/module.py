@@ -29,7 +29,7 @@ from autopar.runtime.calls import (
 from autopar.runtime.comm import Communicator
 from autopar.runtime.compiled import CompiledModule
 from autopar.runtime.loaded import Executable
-from autopar.runtime.module_state import Compiled, FlatState, ReadyFlat, cut_here
+from autopar.runtime.module_state import Compiled, FlatState, ReadyFlat
 from autopar.runtime.parameters import Weights, placements, unwrap, wrap
 from autopar.runtime.programs import declared
 from autopar.runtime.timing import NOTHING, Measuring
@@ -194,9 +194,7 @@ def _backward(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Any, ...]
     saved = _copy(ctx.saved) if keeps_graph() else ctx.saved
     if saved is ctx.saved:
         ctx.saved = None
-    tangents = [
-        cut_here(_tangent(gradients[p], program, p, state.rt), layout, state.rt) for p, layout in program.tangents
-    ]
+    tangents = [state.rt.cut(_tangent(gradients[p], program, p, state.rt), layout) for p, layout in program.tangents]
     state.rt.regions, state.rt.ungiven = program.regions, set()
     state.rt.seed, state.rt.step = drawn  # what is drawn again is drawn as in its own call
     with _no_autocast(state.rt):
@@ -280,7 +278,7 @@ def _place(given: Tensor, dtype: torch.dtype, layout: Layout, rt: Communicator) 
         wanted = placements(layout)
         laid = given if tuple(given.placements) == wanted else given.redistribute(placements=wanted)
         return laid.to_local().contiguous()
-    return cut_here(given.to(rt.device), layout, rt)
+    return rt.cut(given.to(rt.device), layout)
 
 
 def _outward(out: Tensor, shape: tuple[int, ...], layout: Layout, rt: Communicator) -> Tensor:

@@ -24,7 +24,6 @@ from autopar.runtime.calls import (
 )
 from autopar.runtime.certificate import Arguments, certified
 from autopar.runtime.certificate.recorder import Notes, Recorder
-from autopar.runtime.comm import Communicator
 from autopar.runtime.loaded import Executable
 from autopar.runtime.parameters import unwrap
 from autopar.runtime.programs import Programs
@@ -132,7 +131,7 @@ class FlatState(Programs[ReadyFlat, Compiled]):
 
     def _piece(self, whole: Tensor, text: str) -> Tensor:
         layout = parse_layout(text, self.rt.mesh)
-        return cut_here(whole.to(self.rt.device), layout, self.rt)
+        return self.rt.cut(whole.to(self.rt.device), layout)
 
     def ready(self, compiled: Compiled, wanted: Wanted, seconds: float) -> ReadyFlat:
         """See `Programs`."""
@@ -163,7 +162,7 @@ class FlatState(Programs[ReadyFlat, Compiled]):
             whole = self.weights.buffers[self.weights.first[name]]
             layout = parse_layout(text, self.rt.mesh)
             whole = whole.clone() if name in executable.updates else whole
-            found.append(cut_here(whole, layout, self.rt))
+            found.append(self.rt.cut(whole, layout))
         return found
 
     def update(self, executable: Executable, values: Sequence[Tensor]) -> None:
@@ -179,7 +178,7 @@ def _arguments(captured: CapturedGraph, executable: Executable, mesh: Mesh, rank
 
     def piece(meta: TensorMeta, text: str) -> tuple[str, tuple[int, ...]]:
         whole = torch.empty(meta.shape, device="meta")
-        return meta.dtype, tuple(cut_here(whole, parse_layout(text, mesh), rt).shape)
+        return meta.dtype, tuple(rt.cut(whole, parse_layout(text, mesh)).shape)
 
     def pieces(kind: InputKind, layouts: Mapping[str, str]) -> tuple[tuple[str, tuple[int, ...]], ...]:
         return tuple(piece(metas[kind, name], text) for name, text in layouts.items())
@@ -195,12 +194,3 @@ def _arguments(captured: CapturedGraph, executable: Executable, mesh: Mesh, rank
             for key, made, gradients in region_metas(captured.top)
         ),
     )
-
-
-def cut_here(whole: Tensor, layout: Layout, rt: Communicator) -> Tensor:
-    """This rank's piece of a tensor that all ranks have."""
-    for step in rt.mesh.names:
-        place = layout.on(step)
-        if place.dim >= 0:
-            whole = rt.slice(whole, step, place.dim)
-    return whole.contiguous()

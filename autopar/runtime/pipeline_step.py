@@ -14,15 +14,7 @@ from autopar.ir.graph import Phase
 from autopar.ir.layout import Kind, Layout, local_piece, parse_layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import Action, ActionKind
-from autopar.ir.staged import (
-    JOINED,
-    MICRO,
-    RECEIVED,
-    SUMMED,
-    Passed,
-    Piece,
-)
-from autopar.runtime.comm import Communicator
+from autopar.ir.staged import JOINED, MICRO, RECEIVED, SUMMED, Passed, Piece
 from autopar.runtime.loaded import Executable
 from autopar.runtime.pipeline import Part, Pipeline
 from autopar.runtime.stage_times import AFTER, BEFORE, StageClock
@@ -102,12 +94,9 @@ class Step:
 
     def _join(self, part: Part) -> None:
         """What micro-batches read whole of what inputs alone decide, before any of the rest."""
-        first, rt = part.first, self.pipeline.rt
-        if first is None:
+        if part.first is None:
             return
-        inputs = [place(self.given[name], parse_layout(text, rt.mesh), rt) for name, text in first.inputs.items()]
-        found, _, _ = first.forward(rt, self._parameters(first), self._buffers(first), self._constants(first), inputs)
-        for joined, value in zip(part.program.joined, found, strict=True):
+        for joined, value in zip(part.program.joined, self._once(part.first, {}), strict=True):
             self.joined[part.index, joined.value] = value
 
     def _weights(self, part: Part) -> list[Tensor]:
@@ -133,18 +122,20 @@ class Step:
         """The model's outputs, of what the last part's micro-batches gave."""
         last, program = self.pipeline.last, self.pipeline.program
         assert last is not None
-        collected = {
-            piece.value: _together(row, piece) for row, piece in zip(self.collected, program.collected, strict=True)
-        }
+        rows = zip(self.collected, program.collected, strict=True)
+        return self._once(last, {piece.value: _together(row, piece) for row, piece in rows})
+
+    def _once(self, executable: Executable, made: Mapping[str, Tensor]) -> list[Tensor]:
+        """What runs once a step, of the call's arguments and of what is `made` by micro-batches."""
         rt = self.pipeline.rt
         inputs = [
-            collected[name.removeprefix(RECEIVED)]
+            made[name.removeprefix(RECEIVED)]
             if name.startswith(RECEIVED)
-            else place(self.given[name], parse_layout(text, rt.mesh), rt)
-            for name, text in last.inputs.items()
+            else rt.cut(self.given[name], parse_layout(text, rt.mesh), own=False)
+            for name, text in executable.inputs.items()
         ]
-        outputs, _, _ = last.forward(rt, self._parameters(last), self._buffers(last), self._constants(last), inputs)
-        return outputs
+        parameters, buffers = self._parameters(executable), self._buffers(executable)
+        return executable.forward(rt, parameters, buffers, self._constants(executable), inputs)[0]
 
     def _gradients(self) -> dict[str, Tensor]:
         """Sums of all micro-batches, and of all parts that read a parameter, as they are stored."""
@@ -171,15 +162,9 @@ class Step:
         after = part.after
         if after is None:
             return
-        rt = self.pipeline.rt
-        inputs = [
-            self.sums[part.index, SUMMED + name.removeprefix(RECEIVED)]
-            if name.startswith(RECEIVED)
-            else place(self.given[name], parse_layout(text, rt.mesh), rt)
-            for name, text in after.inputs.items()
-        ]
-        found, _, _ = after.forward(rt, self._parameters(after), self._buffers(after), self._constants(after), inputs)
-        for value, gradient in zip(after.outputs, found, strict=True):
+        sums = {key: total for (index, key), total in self.sums.items() if index == part.index}
+        made = {key.removeprefix(SUMMED): total for key, total in sums.items() if key.startswith(SUMMED)}
+        for value, gradient in zip(after.outputs, self._once(after, made), strict=True):
             self.sums[part.index, self.pipeline.names[value]] = gradient
 
     def _over_stages(self, name: str, parts: Sequence[int], number: int) -> Tensor:
@@ -238,8 +223,7 @@ class Step:
             if target.startswith(RECEIVED):
                 tangents.append(self._arrived(target.removeprefix(RECEIVED), part.index, Phase.BACKWARD, j))
             else:
-                layout = parse_layout(text, self.pipeline.micro.mesh)
-                tangents.append(place(self.tangents[target], layout, self.pipeline.micro))
+                tangents.append(self._piece(self.tangents[target], text))
         found = main.backward(
             self.pipeline.micro, self.held[part.index], self._buffers(main), self._constants(main),
             self.saved.pop((part.index, j)), tangents,
@@ -333,9 +317,13 @@ class Step:
             elif name.startswith(JOINED):
                 found.append(self.joined[part.index, name.removeprefix(JOINED)])
             else:
-                layout = parse_layout(text, self.pipeline.micro.mesh)
-                found.append(place(self.given[name], layout, self.pipeline.micro))
+                found.append(self._piece(self.given[name], text))
         return found
+
+    def _piece(self, whole: Tensor, text: str) -> Tensor:
+        """Of the micro-batch that is under way."""
+        micro = self.pipeline.micro
+        return micro.cut(whole, parse_layout(text, micro.mesh), own=False)
 
     def _parameters(self, executable: Executable) -> list[Tensor]:
         return [self.parameters[name] for name in executable.parameters]
@@ -349,16 +337,7 @@ class Step:
 
     def _cut(self, whole: Tensor, text: str, copy: bool) -> Tensor:
         rt = self.pipeline.micro if f"{MICRO}:" in text else self.pipeline.rt
-        return place(whole.clone() if copy else whole, parse_layout(text, rt.mesh), rt)
-
-
-def place(whole: Tensor, layout: Layout, rt: Communicator) -> Tensor:
-    """This rank's piece of a tensor that all ranks have."""
-    for axis in layout.axes:
-        at = layout.on(axis)
-        if at.kind is Kind.SHARD:
-            whole = rt.narrow(whole, axis, at.dim)
-    return whole.contiguous()
+        return rt.cut(whole.clone() if copy else whole, parse_layout(text, rt.mesh), own=False)
 
 
 def _is_summand(layout: Layout) -> bool:
