@@ -14,11 +14,11 @@ from autopar.present.words import bytes_words, count_words
 ROWS_SHOWN = 12
 
 
-def plain_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """A table without lines; the columns named in `right` are numbers. The last column takes what is left."""
+def plain_table(*columns: str, right: Sequence[str] = (), folds: str = "") -> Table:
+    """A table without lines; the columns named in `right` are numbers. `folds`, or the last, takes what is left."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in columns:
-        last = name == columns[-1]
+        last = name == (folds or columns[-1])
         table.add_column(
             name,
             justify="right" if name in right else "left",
@@ -115,7 +115,7 @@ def verify_table(rows: Sequence[VerifyRow], every: bool = False) -> Table:
             return math.inf
         return row.error / row.tolerance if row.tolerance else 0.0
 
-    table = plain_table("", "error", "allowed", "tensor", "layout", right=("error", "allowed"))
+    table = plain_table("", "error", "allowed", "tensor", "layout", right=("error", "allowed"), folds="tensor")
     failing = sum(badness(row) > 1 for row in rows)
     worst = sorted(rows, key=badness, reverse=True)[: max(failing, ROWS_SHOWN)]
     for row in rows if every else worst:

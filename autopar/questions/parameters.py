@@ -142,10 +142,11 @@ def other_layouts(plan: Plan, task: Task, mesh: Mesh, parameter: ParameterInfo) 
     for asked in (task, free) if free.options.pins != task.options.pins else (task,):
         table = sharding.build_table(asked.captured, mesh, asked.options, rules=asked.rules)
         found |= dict.fromkeys(table.storage[parameter.name])
-    others = [layout for layout in found if layout != chosen]
+    others = {_where_cut(layout, mesh): layout for layout in found}
+    others.pop(_where_cut(chosen, mesh), None)
     if others:
-        return others, False
-    whole = dict.fromkeys(chosen.replace(axis, R) for axis in mesh.names)
+        return list(others.values()), False
+    whole = dict.fromkeys(chosen.replace(axis.name, R) for axis in mesh.axes if axis.size > 1)
     return [layout for layout in whole if layout != chosen], True
 
 
@@ -156,6 +157,13 @@ def forcing(task: Task, mesh: Mesh, key: str, alike: tuple[str, ...], layout: st
     own = {k: v for k, v in own.items() if not _within(task, k, alike)}
     wanted = dict.fromkeys((key, *(alike if touched else ())), layout)
     return {**own, **{a.name: a.size for a in mesh.axes}, **wanted}
+
+
+def _where_cut(layout: Layout, mesh: Mesh) -> Layout:
+    """The layout without what it says of axes of one rank."""
+    for axis in mesh.axes:
+        layout = layout if axis.size > 1 else layout.replace(axis.name, R)
+    return layout
 
 
 def names_some(task: Task, pin: str, alike: tuple[str, ...]) -> bool:

@@ -121,6 +121,8 @@ def _standing(here: OnStages, found: Other) -> Iterator[str]:
     if found.plan is not None:
         gaps = f"{here.plan.solver.gap:.2%} and {found.plan.solver.gap:.2%}"
         yield f"both plans are within {gaps} of the best, so the difference is exact to that"
+        schedules = "".join(f" --space schedule={name}" for name in here.task.options.schedules)
+        yield f"forced with --micro-batches {here.plan.schedule.micro_batches}{schedules} as well"
     if found.wider:
         yield "a search on this mesh has one layout for it; the next best was forced from outside what it looks at"
 
