@@ -15,7 +15,7 @@ from autopar.errors import AutoparError, InputError, PlanError, UserError
 from autopar.ir.graph import TensorMeta
 from autopar.ir.layout import S
 from autopar.ir.options import Options
-from autopar.ir.plan import all_ranks
+from autopar.ir.plan import Plan, all_ranks, decode_plan
 from autopar.ir.strategy import Rule
 from autopar.ops.entry import Pieces
 from autopar.runtime.pipeline_step import Step
@@ -68,7 +68,8 @@ def test_a_plan_for_another_batch_has_one_devices_numbers(name, pins, micro_batc
     assert again.notes[0].kind == "again" and f"{taken} micro-batches" in again.notes[0].message
     report = api.verify(model, given, plan=again, options=FP64, steps=2)
     assert report.ok, report
-    assert api.Plan.found(api.decode_plan(again.to_json(), "", api.records.Plan), None).again(model, given) is not None
+    read = decode_plan(again.to_json(), "read back", Plan)
+    assert api.Plan.found(read, None).again(model, given) is not None
 
 
 def test_dropout_of_a_short_batch_draws_what_one_device_draws():
